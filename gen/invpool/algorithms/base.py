@@ -1,0 +1,101 @@
+"""What every algorithm is made of: a plan, one legality predicate, a layout, a cost, a template context."""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar, Generic, TypeVar
+
+from invpool.abi import Direction
+from invpool.cost import Cost
+from invpool.gpu import Gpu
+from invpool.layout import SharedLayout
+from invpool.spec import PoolSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How one direction of a spec is computed. Subclasses add the knobs; their defaults are valid somewhere."""
+
+    direction: Direction
+
+    @property
+    def knobs(self) -> dict[str, Any]:
+        """The plan parameters by name, without the direction."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)[1:]}
+
+    def __str__(self) -> str:
+        return " ".join(f"{name}={value}" for name, value in self.knobs.items())
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """Grid is ceil(B / items_per_block) on x; shared_bytes is dynamic."""
+
+    threads: int
+    shared_bytes: int
+    items_per_block: int = 1
+
+
+P = TypeVar("P", bound=Plan)
+
+
+class Algorithm(ABC, Generic[P]):
+    """One way to compute the operation: this module and one template pair ``<name>/{forward,backward}.cu.j2``."""
+
+    name: ClassVar[str]
+    summary: ClassVar[str]
+    saves_attention: ClassVar[bool]
+    plan_type: type[P]
+
+    @abstractmethod
+    def candidates(self, spec: PoolSpec, direction: Direction) -> Iterator[P]:
+        """The whole plan space, legal or not; :meth:`reject` says which are."""
+
+    @abstractmethod
+    def reject(self, spec: PoolSpec, plan: P, gpu: Gpu) -> str | None:
+        """Why the plan cannot be built for the spec on the GPU, and what would fit; None if it is legal.
+
+        The default choice, the sweep and the tests all ask here and nowhere else.
+        """
+
+    @abstractmethod
+    def layout(self, spec: PoolSpec, plan: P) -> SharedLayout:
+        """Dynamic shared memory of one block."""
+
+    @abstractmethod
+    def launch(self, spec: PoolSpec, plan: P) -> Launch:
+        """Threads, shared memory and items of one block."""
+
+    @abstractmethod
+    def cost(self, spec: PoolSpec, plan: P, gpu: Gpu, batch: int) -> Cost:
+        """Work of one launch over ``batch`` items."""
+
+    @abstractmethod
+    def context(self, spec: PoolSpec, plan: P) -> Mapping[str, Any]:
+        """What the template needs beyond what rendering itself provides."""
+
+    def promises_no_spills(self, spec: PoolSpec, plan: P) -> bool:
+        """Whether ptxas is expected to keep everything in registers; tests hold it to that."""
+        return True
+
+    def arch_target(self, arch: str) -> str:
+        """The nvcc target for an architecture; algorithms that need its features add the suffix (``sm_90a``)."""
+        return arch
+
+    def legal(self, spec: PoolSpec, gpu: Gpu, direction: Direction) -> list[P]:
+        """The candidates that :meth:`reject` lets pass, in the order of the space."""
+        return [plan for plan in self.candidates(spec, direction) if self.reject(spec, plan, gpu) is None]
+
+    def plan_from_knobs(self, direction: Direction, knobs: Mapping[str, Any]) -> P:
+        """Builds a plan from recorded parameters.
+
+        Raises:
+            ValueError: a parameter is unknown.
+        """
+        known = {field.name for field in dataclasses.fields(self.plan_type)} - {"direction"}
+        unknown = sorted(set(knobs) - known)
+        if unknown:
+            raise ValueError(f"{self.name} has no plan parameter {', '.join(unknown)}; legal: {', '.join(sorted(known))}")
+        return self.plan_type(direction, **knobs)

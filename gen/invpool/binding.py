@@ -1,0 +1,256 @@
+"""The generated package: what lies in ``build/<slug>/`` and how it gets there whole or not at all.
+
+    __init__.py  runtime.py  manifest.json  <kernel>.cu  <kernel>.<target>.cubin  <kernel>.<target>.ptx  proof.json
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import importlib.resources
+import importlib.util
+import json
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Final
+
+from invpool._version import __version__
+from invpool.abi import Direction, argument_names, state_names
+from invpool.algorithms import Algorithm, Plan
+from invpool.cache import write_durably
+from invpool.compile import Compiled, Target
+from invpool.errors import OutputError
+from invpool.render import entry_name, render_template
+from invpool.runtime import MANIFEST_SCHEMA
+from invpool.spec import PoolSpec
+
+_MANIFEST: Final = "manifest.json"
+_PROOF: Final = "proof.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class BuiltKernel:
+    """One (direction, plan) with its source and its code for each target."""
+
+    algorithm: Algorithm[Any]
+    plan: Plan
+    source: str
+    images: tuple[tuple[Target, Compiled], ...]
+
+    def file_stem(self) -> str:
+        return f"{self.algorithm.name}_{self.plan.direction}"
+
+
+@dataclasses.dataclass(frozen=True)
+class TableRow:
+    """From ``min_batch`` items on, the kernels of these positions serve forward and backward."""
+
+    min_batch: int
+    forward: int
+    backward: int
+
+
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def _manifest_kernel(spec: PoolSpec, kernel: BuiltKernel) -> dict[str, Any]:
+    direction: Direction = kernel.plan.direction
+    algorithm = kernel.algorithm
+    return {
+        "direction": direction,
+        "algorithm": algorithm.name,
+        "plan": kernel.plan.knobs,
+        "entry": entry_name(algorithm, spec, direction),
+        "arguments": list(argument_names(spec, direction, algorithm.saves_attention)),
+        "launch": dataclasses.asdict(algorithm.launch(spec, kernel.plan)),
+        "source": {"file": f"{kernel.file_stem()}.cu", "sha256": _sha256(kernel.source.encode())},
+        "images": [
+            {
+                "target": target.name,
+                "file": f"{kernel.file_stem()}.{target.name}.{target.kind}",
+                "sha256": _sha256(compiled.code),
+                "resources": dataclasses.asdict(compiled.resources) if compiled.resources else None,
+            }
+            for target, compiled in kernel.images
+        ],
+    }
+
+
+def regenerate_command(spec: PoolSpec, algorithm: str) -> str:
+    """What to type to make a package again."""
+    return f"invpool generate {spec.cli_arguments()} --algorithm {algorithm}"
+
+
+def package_files(
+    spec: PoolSpec, gpu_name: str, kernels: Sequence[BuiltKernel], table: Sequence[TableRow]
+) -> dict[str, bytes]:
+    """Every file of the package by name, the same bytes on every machine.
+
+    Raises:
+        ValueError: the kernels do not agree on what forward leaves for backward.
+    """
+    keeps = {kernel.algorithm.saves_attention for kernel in kernels}
+    if len(keeps) != 1:
+        raise ValueError("kernels of one package must agree on whether they keep the attention map")
+    regenerate = regenerate_command(spec, kernels[0].algorithm.name)
+    runtime = (importlib.resources.files("invpool") / "runtime.py").read_bytes()
+    context = {
+        "version": __version__,
+        "regenerate": regenerate,
+        "slug": spec.slug,
+        "problem": f"x[B,{spec.layout[1].upper()},{spec.layout[2].upper()}] with H={spec.H}, K={spec.K}, {spec.dtype}",
+        "axes": f"{spec.H},{spec.K}" if spec.layout == "bhk" else f"{spec.K},{spec.H}",
+        "H": spec.H,
+        "dtype": spec.dtype,
+        "masked": spec.masked,
+    }
+    manifest = {
+        "schema": MANIFEST_SCHEMA,
+        "generator": __version__,
+        "slug": spec.slug,
+        "spec": dataclasses.asdict(spec),
+        "planned_for": gpu_name,
+        "regenerate": regenerate,
+        "state": list(state_names(spec, keeps.pop())),
+        "kernels": [_manifest_kernel(spec, kernel) for kernel in kernels],
+        "table": [dataclasses.asdict(row) for row in table],
+        "runtime": {"file": "runtime.py", "sha256": _sha256(runtime)},
+    }
+    files = {
+        "__init__.py": render_template("binding/__init__.py.j2", context).encode(),
+        "runtime.py": runtime,
+    }
+    for kernel in kernels:
+        files[f"{kernel.file_stem()}.cu"] = kernel.source.encode()
+        for target, compiled in kernel.images:
+            files[f"{kernel.file_stem()}.{target.name}.{target.kind}"] = compiled.code
+    files[_MANIFEST] = (json.dumps(manifest, indent=1) + "\n").encode()
+    return files
+
+
+def holds(folder: Path, files: dict[str, bytes]) -> bool:
+    """Whether the folder already holds exactly these files (and perhaps a proof)."""
+    try:
+        return all((folder / name).read_bytes() == data for name, data in files.items())
+    except OSError:
+        return False
+
+
+def read_manifest(folder: Path) -> dict[str, Any] | None:
+    """The manifest of a generated package, or None if the folder does not hold one of ours."""
+    try:
+        manifest = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return manifest if isinstance(manifest, dict) and "slug" in manifest and "kernels" in manifest else None
+
+
+def _edited_files(folder: Path, manifest: dict[str, Any]) -> list[str]:
+    """Files of a package that no longer match its manifest: somebody's work that must not be lost."""
+    recorded = [kernel["source"] for kernel in manifest["kernels"]] + [manifest["runtime"]]
+    edited = []
+    for entry in recorded:
+        path = folder / entry["file"]
+        if path.is_file() and _sha256(path.read_bytes()) != entry["sha256"]:
+            edited.append(path.name)
+    return edited
+
+
+def check_output(folder: Path, force: bool = False) -> None:
+    """Refuses a path that cannot be written or that holds something else, before any work is done.
+
+    Raises:
+        OutputError: says what is there and what to type.
+    """
+    if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
+        raise OutputError(f"{folder} is not a folder; choose another with --out")
+    if folder.is_dir() and any(folder.iterdir()):
+        manifest = read_manifest(folder)
+        if manifest is None:
+            raise OutputError(f"{folder} holds something that invpool did not make; choose another folder with --out")
+        edited = _edited_files(folder, manifest)
+        if edited and not force:
+            raise OutputError(f"{folder} was edited by hand ({', '.join(edited)}); --force replaces it")
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder.parent):
+            pass
+    except OSError as error:
+        raise OutputError(f"{folder.parent} cannot be written: {error.strerror}; choose another with --out") from error
+
+
+@contextlib.contextmanager
+def staged_package(folder: Path, files: dict[str, bytes]) -> Iterator[Path]:
+    """Writes a package beside its place, yields it for proof, and moves it into place if the body succeeds.
+
+    The caller holds the output's lock, so whatever an earlier call left behind belongs to nobody alive.
+    The move is two renames; a process killed between them leaves the old package under a name that
+    the next call removes.
+
+    Raises:
+        OutputError: the disk is full or the path cannot be written.
+    """
+    prefix = f".{folder.name}."
+    staging: Path | None = None
+    try:
+        for stale in folder.parent.glob(f"{prefix}*"):
+            shutil.rmtree(stale, ignore_errors=True)
+        staging = Path(tempfile.mkdtemp(prefix=prefix, dir=folder.parent))
+        for name, data in files.items():
+            write_durably(staging / name, data)
+        staging.chmod(0o755)
+        yield staging
+        if folder.exists():
+            retired = Path(tempfile.mkdtemp(prefix=prefix, dir=folder.parent))
+            folder.rename(retired / "old")
+            staging.rename(folder)
+            shutil.rmtree(retired, ignore_errors=True)
+        else:
+            staging.rename(folder)
+    except OSError as error:
+        raise OutputError(f"{folder} cannot be written: {error}") from error
+    finally:
+        if staging is not None and staging.exists():
+            shutil.rmtree(staging, ignore_errors=True)
+
+
+def write_proof(folder: Path, proof: dict[str, Any]) -> None:
+    """Records the last proof beside the package; it is no part of the manifest's hash."""
+    try:
+        write_durably(folder / _PROOF, (json.dumps(proof, indent=1) + "\n").encode())
+    except OSError as error:
+        raise OutputError(f"{folder / _PROOF} cannot be written: {error}") from error
+
+
+def import_package(folder: Path) -> ModuleType:
+    """Imports a generated package from any folder under a name of its own, once a manifest.
+
+    Raises:
+        OutputError: the folder holds no generated package.
+    """
+    manifest = read_manifest(folder)
+    if manifest is None:
+        raise OutputError(f"{folder} holds no generated package; make one with: invpool generate --out {folder}")
+    digest = _sha256(str(folder.resolve()).encode() + (folder / _MANIFEST).read_bytes())[:16]
+    name = f"invpool_generated_{digest}"
+    if name in sys.modules:
+        return sys.modules[name]
+    location = importlib.util.spec_from_file_location(
+        name, folder / "__init__.py", submodule_search_locations=[str(folder)]
+    )
+    if location is None or location.loader is None:
+        raise OutputError(f"{folder / '__init__.py'} cannot be imported")
+    module = importlib.util.module_from_spec(location)
+    sys.modules[name] = module
+    try:
+        location.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module

@@ -1,0 +1,183 @@
+"""Compiled kernels on disk: one folder an entry, safe among processes, correct after a crash.
+
+    <root>/kernels/<sha256 of source, flags, target, generator version>/<nvcc version>/
+        kernel.cu  kernel.cubin|kernel.ptx  meta.json
+
+An entry is built in a temporary folder beside its place and the *folder* is renamed, under a lock
+held over the compile, so nobody sees half an entry; ``meta.json`` holds the hash of the code and a
+folder whose code does not match it is a miss. The nvcc version is a level of its own so that a hit needs no nvcc.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import logging
+import os
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import filelock
+
+from invpool._version import __version__
+from invpool.compile import CODE_FLAGS, Compiled, Resources, Target, compile_source, find_nvcc, nvcc_version
+from invpool.errors import CompilerNotFoundError
+
+log = logging.getLogger("invpool")
+
+CACHE_VARIABLE: Final = "INVPOOL_CACHE_DIR"
+_SCHEMA: Final = 1
+
+
+def _writable(folder: Path) -> bool:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return True
+    except OSError:
+        return False
+
+
+def default_root() -> Path:
+    """``$INVPOOL_CACHE_DIR``, else ``$XDG_CACHE_HOME/invpool``, else ``~/.cache/invpool``."""
+    explicit = os.environ.get(CACHE_VARIABLE)
+    if explicit:
+        return Path(explicit)
+    xdg = os.environ.get("XDG_CACHE_HOME")
+    if xdg:
+        return Path(xdg, "invpool")
+    try:
+        return Path.home() / ".cache" / "invpool"
+    except RuntimeError:  # no HOME and no passwd entry
+        return Path(tempfile.gettempdir(), f"invpool-{os.getuid()}")
+
+
+class KernelCache:
+    """The compiled kernels under one root. An unwritable root is served from memory, after one warning.
+
+    Args:
+        root: where entries live; None takes :func:`default_root`.
+        compiler: what makes the code of a miss; tests put their own here.
+    """
+
+    def __init__(self, root: Path | None = None, compiler: Callable[[str, Target], Compiled] = compile_source) -> None:
+        self.root = root or default_root()
+        self._compiler = compiler
+        self._memory: dict[str, Compiled] = {}
+        self._guard = threading.Lock()
+        self._warned = False
+
+    @staticmethod
+    def key(source: str, target: Target) -> str:
+        """sha256 over everything that decides the code, but for the nvcc version."""
+        parts = [__version__, target.kind, target.name, *CODE_FLAGS, source]
+        return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+    def get(self, source: str, target: Target) -> Compiled:
+        """The code for a source, compiled at most once among all processes that share the root.
+
+        Raises:
+            CompileError: nvcc refused the source.
+            CompilerNotFoundError: nothing is cached and there is no nvcc.
+        """
+        key = self.key(source, target)
+        with self._guard:
+            if key not in self._memory:
+                self._memory[key] = self._from_disk_or_build(key, source, target)
+            return self._memory[key]
+
+    def _from_disk_or_build(self, key: str, source: str, target: Target) -> Compiled:
+        folder = self.root / "kernels" / key
+        try:
+            version = nvcc_version(find_nvcc())
+        except CompilerNotFoundError:
+            # Without nvcc any version's code will do: it is the same source for the same target.
+            for entry in sorted(folder.glob("*/"), reverse=True):
+                compiled = self._read(entry, target)
+                if compiled:
+                    return compiled
+            raise
+        place = folder / version
+        compiled = self._read(place, target)
+        if compiled:
+            return compiled
+        if not _writable(folder):
+            if not self._warned:
+                self._warned = True
+                log.warning("cache %s cannot be written; kernels are kept in memory only (set %s)", self.root, CACHE_VARIABLE)
+            return self._compile(source, target)
+        with lock_for(key, self.root):
+            compiled = self._read(place, target)
+            if compiled:
+                return compiled
+            self._sweep_leftovers(folder, version)
+            compiled = self._compile(source, target)
+            self._write(place, source, target, compiled, version)
+        return compiled
+
+    def _compile(self, source: str, target: Target) -> Compiled:
+        entry = next((line.split("(")[0] for line in source.splitlines() if "_bhk(" in line or "_bkh(" in line), "kernel")
+        log.info("compiling %s for %s", entry.strip(), target.name)
+        return self._compiler(source, target)
+
+    @staticmethod
+    def _read(place: Path, target: Target) -> Compiled | None:
+        """An entry that is whole and matches its recorded hash; anything else is a miss."""
+        try:
+            meta: dict[str, Any] = json.loads((place / "meta.json").read_text(encoding="utf-8"))
+            code = (place / f"kernel.{target.kind}").read_bytes()
+            if meta["schema"] != _SCHEMA or meta["sha256"] != hashlib.sha256(code).hexdigest():
+                return None
+            return Compiled(code, Resources(**meta["resources"]) if meta["resources"] else None)
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    @staticmethod
+    def _sweep_leftovers(folder: Path, version: str) -> None:
+        """Under the lock, a temporary folder or an unreadable entry belongs to nobody alive."""
+        for stale in (*folder.glob("tmp-*"), folder / version):
+            shutil.rmtree(stale, ignore_errors=True)
+
+    @staticmethod
+    def _write(place: Path, source: str, target: Target, compiled: Compiled, version: str) -> None:
+        meta = {
+            "schema": _SCHEMA,
+            "generator": __version__,
+            "nvcc": version,
+            "target": target.name,
+            "flags": list(CODE_FLAGS),
+            "sha256": hashlib.sha256(compiled.code).hexdigest(),
+            "resources": dataclasses.asdict(compiled.resources) if compiled.resources else None,
+        }
+        try:
+            folder = Path(tempfile.mkdtemp(prefix="tmp-", dir=place.parent))
+            write_durably(folder / "kernel.cu", source.encode())
+            write_durably(folder / f"kernel.{target.kind}", compiled.code)
+            write_durably(folder / "meta.json", (json.dumps(meta, indent=1, sort_keys=True) + "\n").encode())
+            folder.chmod(0o755)
+            folder.rename(place)
+        except OSError as error:
+            log.warning("cache entry %s could not be written (%s); the kernel is kept in memory only", place, error)
+
+
+def lock_for(name: str, root: Path | None = None) -> filelock.BaseFileLock:
+    """A lock among processes that share the cache root; in a private temporary folder where that cannot be written."""
+    root = root or default_root()
+    locks = root / "locks"
+    if not _writable(locks):
+        locks = Path(tempfile.gettempdir(), f"invpool-{os.getuid()}", "locks")
+        locks.mkdir(parents=True, exist_ok=True)
+    return filelock.FileLock(locks / f"{hashlib.sha256(name.encode()).hexdigest()}.lock")
+
+
+def write_durably(path: Path, data: bytes) -> None:
+    """Writes a file and waits until it is on the disk: a rename must not outrun the data."""
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())

@@ -1,0 +1,1 @@
+"""The command line: ``invpool generate | check | show | explain | clean``."""

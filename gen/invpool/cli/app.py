@@ -1,0 +1,260 @@
+"""The commands. Exit codes: 0 done, 1 failed, 2 the request itself is wrong."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, Optional
+
+import typer
+from rich.console import Console
+
+from invpool._version import __version__
+from invpool.errors import InvpoolError, OutputError
+
+if TYPE_CHECKING:
+    from invpool.gpu import Gpu
+    from invpool.spec import PoolSpec
+
+# Heavy rooms (torch) are imported inside the commands that need them: --help must be instant.
+
+app = typer.Typer(
+    name="invpool",
+    help="CUDA kernels for inverted-attention pooling, generated for a fixed H, K, dtype and layout.\n\n"
+    "Start with: [bold]invpool generate --H 128 --K 32[/]",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+_out = Console(highlight=False)
+_err = Console(stderr=True, highlight=False)
+
+Variates = Annotated[int, typer.Option("--H", help="Number of variates, the axis that attends to itself.", show_default=False)]
+Steps = Annotated[int, typer.Option("--K", help="Steps of one trajectory, the axis that scores sum over.", show_default=False)]
+DTypeOption = Annotated[str, typer.Option("--dtype", help="float32, float16, bfloat16 or float64.")]
+LayoutOption = Annotated[str, typer.Option("--layout", help="bhk for x[B,H,K], bkh for x[B,K,H] (time-major).")]
+PrecisionOption = Annotated[str, typer.Option("--precision", help="exact, or tf32 (float32 only, error up to 1e-3).")]
+MaskedOption = Annotated[bool, typer.Option("--masked", help="Take a mask[B,H] of the variates that take part.")]
+GpuOption = Annotated[
+    Optional[str], typer.Option("--gpu", help="Plan for this GPU [default: the one present, else h200].", show_default=False)
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
+PackagePath = Annotated[Path, typer.Argument(help="A generated package, such as build/h128_k32_f32_bhk.")]
+
+
+def _usage(error: Exception) -> NoReturn:
+    raise typer.BadParameter(str(error))
+
+
+def _spec(H: int, K: int, dtype: str, layout: str, precision: str, masked: bool) -> PoolSpec:
+    from invpool.spec import PoolSpec
+
+    try:
+        return PoolSpec(H, K, dtype, layout, precision, masked)  # type: ignore[arg-type]
+    except (ValueError, TypeError) as error:
+        _usage(error)
+
+
+def _gpu(name: str | None) -> Gpu | None:
+    from invpool.gpu import known_gpu
+
+    try:
+        return None if name is None else known_gpu(name)
+    except ValueError as error:
+        _usage(error)
+
+
+@app.callback(invoke_without_command=True)
+def _root(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    if version:
+        _out.print(__version__)
+        raise typer.Exit
+
+
+@app.command()
+def generate(
+    H: Variates,
+    K: Steps,
+    dtype: DTypeOption = "float32",
+    layout: LayoutOption = "bhk",
+    precision: PrecisionOption = "exact",
+    masked: MaskedOption = False,
+    algorithm: Annotated[
+        Optional[str], typer.Option("--algorithm", help="Use this one [default: least predicted time].", show_default=False)
+    ] = None,
+    arch: Annotated[
+        Optional[list[str]],
+        typer.Option(
+            "--arch", help="Compile for sm_90, ...; repeat for more [default: the GPU's, else five].", show_default=False
+        ),
+    ] = None,
+    gpu: GpuOption = None,
+    out: Annotated[Optional[Path], typer.Option("--out", help="Where to put it [default: build/<slug>].", show_default=False)] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace a package that was edited by hand.")] = False,
+    json: JsonOption = False,
+) -> None:
+    """Make a package: plan, render, compile, prove, bind.
+
+    Example: invpool generate --H 128 --K 32 --dtype bfloat16 --layout bkh
+    """
+    spec, wanted = _spec(H, K, dtype, layout, precision, masked), _gpu(gpu)
+    from invpool.algorithms import find_algorithm
+    from invpool.gpu import check_arch
+
+    try:
+        archs = tuple(check_arch(name) for name in arch or ())
+        if algorithm is not None:
+            find_algorithm(algorithm)
+    except ValueError as error:
+        _usage(error)
+
+    from invpool.cli import tables
+    from invpool.generate import Request
+    from invpool.generate import generate as run
+
+    request = Request(spec, out or Path("build") / spec.slug, wanted, archs, algorithm, force)
+    with _err.status(f"generating {spec.slug}") as status:
+        result = run(request, progress=lambda what: status.update(f"{spec.slug}: {what}"))
+    if json:
+        tables.print_json(_out, tables.generated_dict(result))
+    else:
+        tables.print_generated(_out, result)
+
+
+@app.command()
+def check(path: PackagePath, json: JsonOption = False) -> None:
+    """Prove a package again: its kernels on the GPU here, its closed form on the CPU, against float64.
+
+    Example: invpool check build/h128_k32_f32_bhk
+    """
+    from invpool.binding import write_proof
+    from invpool.cli import tables
+    from invpool.generate import proof_record, prove_package
+    from invpool.gpu import present_gpu
+
+    with _err.status(f"checking {path}"):
+        kernels, closed_form = prove_package(path, present_gpu() is not None)
+    record = proof_record(kernels, closed_form)
+    try:
+        write_proof(path, record)
+    except OutputError as error:
+        _err.print(f"warning: {error}")
+    if json:
+        tables.print_json(_out, record)
+    else:
+        tables.print_proof(_out, "kernels", kernels)
+        tables.print_proof(_out, "closed form for CPU tensors", closed_form)
+    if not closed_form.ok or (kernels is not None and not kernels.ok):
+        raise typer.Exit(1)
+
+
+@app.command()
+def show(
+    path: PackagePath,
+    source: Annotated[
+        Optional[str], typer.Option("--source", help="Print the CUDA source: forward or backward.", show_default=False)
+    ] = None,
+    json: JsonOption = False,
+) -> None:
+    """Print what a package holds: plans, resources, last proof, or its CUDA source.
+
+    Example: invpool show build/h128_k32_f32_bhk --source forward
+    """
+    import json as json_module
+
+    from invpool.binding import read_manifest
+    from invpool.cli import tables
+
+    manifest = read_manifest(path)
+    if manifest is None:
+        raise OutputError(f"{path} holds no generated package; make one with: invpool generate --out {path}")
+    if source is not None:
+        files = {kernel["direction"]: kernel["source"]["file"] for kernel in manifest["kernels"]}
+        if source not in files:
+            _usage(ValueError(f"--source is {source!r}; legal: {', '.join(files)}"))
+        _out.out((path / files[source]).read_text(encoding="utf-8"), highlight=False)
+        return
+    try:
+        proof: dict[str, Any] | None = json_module.loads((path / "proof.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        proof = None
+    if json:
+        tables.print_json(_out, {"manifest": manifest, "proof": proof})
+    else:
+        tables.print_manifest(_out, path, manifest, proof)
+
+
+@app.command()
+def explain(
+    H: Variates,
+    K: Steps,
+    dtype: DTypeOption = "float32",
+    layout: LayoutOption = "bhk",
+    precision: PrecisionOption = "exact",
+    masked: MaskedOption = False,
+    gpu: GpuOption = None,
+    batch: Annotated[int, typer.Option("--batch", min=1, help="Items of one launch.")] = 16384,
+    json: JsonOption = False,
+) -> None:
+    """Count what each algorithm would do for a spec on a GPU, and predict what bounds it.
+
+    Example: invpool explain --H 128 --K 32 --gpu a100
+    """
+    spec, wanted = _spec(H, K, dtype, layout, precision, masked), _gpu(gpu)
+    from invpool.cli import tables
+    from invpool.generate import planning_gpu
+
+    judged = planning_gpu(wanted)[0]
+    rows = tables.explain_rows(spec, judged, batch)
+    if json:
+        tables.print_json(_out, {"slug": spec.slug, "gpu": judged.name, "batch": batch, "rows": rows})
+    else:
+        tables.print_explain(_out, spec, judged, batch, rows)
+
+
+@app.command()
+def clean(
+    path: Annotated[Path, typer.Argument(help="A package, or a folder of packages.")] = Path("build"),
+    cache: Annotated[bool, typer.Option("--cache", help="Remove the cache of compiled kernels too.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+) -> None:
+    """Remove generated packages, and nothing else, from build/.
+
+    Example: invpool clean --cache
+    """
+    from invpool.binding import read_manifest
+    from invpool.cache import default_root
+
+    folders = [path] if read_manifest(path) else sorted(folder for folder in path.glob("*/") if read_manifest(folder))
+    if cache and (default_root() / "kernels").is_dir():
+        folders.append(default_root() / "kernels")
+    for folder in folders:
+        if not dry_run:
+            try:
+                shutil.rmtree(folder)
+            except OSError as error:
+                raise OutputError(f"{folder} cannot be removed: {error}") from error
+        _out.print(f"{'would remove' if dry_run else 'removed'} {folder}")
+    if not folders:
+        _out.print(f"nothing to remove in {path}")
+
+
+def main() -> None:
+    """Entry point of the ``invpool`` script."""
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s", stream=sys.stderr)
+    try:
+        app()
+    except (InvpoolError, RuntimeError) as error:
+        _err.print(f"[red]error:[/] {error}", markup=True, soft_wrap=True)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        _err.print("interrupted")
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

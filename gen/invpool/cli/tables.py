@@ -1,0 +1,220 @@
+"""What the commands print: rich tables for people, plain dictionaries for ``--json``."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from invpool.abi import DIRECTIONS
+from invpool.algorithms import ALGORITHMS, best_plan
+from invpool.check import Finding, Proof
+from invpool.generate import Generated
+from invpool.gpu import Gpu
+from invpool.spec import PoolSpec
+
+NOT_RUN = "compiled, not run"
+
+
+def print_json(console: Console, data: Any) -> None:
+    console.out(json.dumps(data, indent=1), highlight=False)
+
+
+def _kib(count: int) -> str:
+    return f"{count / 1024:.1f} KiB"
+
+
+def _proof_cell(finding: Finding) -> str:
+    sign = "[green]ok[/]" if finding.ok else "[red]WRONG[/]"
+    return f"{sign} {finding.error:.1e} (allowed {finding.tolerance:.1e})"
+
+
+def generated_dict(result: Generated) -> dict[str, Any]:
+    """Everything that ``invpool generate`` reports, for scripts."""
+    spec = result.request.spec
+    kernels = []
+    for kernel in result.kernels:
+        launch = kernel.algorithm.launch(spec, kernel.plan)
+        kernels.append(
+            {
+                "direction": kernel.plan.direction,
+                "algorithm": kernel.algorithm.name,
+                "plan": kernel.plan.knobs,
+                "shared_bytes": launch.shared_bytes,
+                "threads": launch.threads,
+                "resources": {
+                    target.name: dataclasses.asdict(compiled.resources)
+                    for target, compiled in kernel.images
+                    if compiled.resources
+                },
+            }
+        )
+    return {
+        "slug": spec.slug,
+        "path": str(result.request.out),
+        "gpu": result.gpu.name,
+        "gpu_is_present": result.gpu_is_present,
+        "archs": list(result.archs),
+        "kernels": kernels,
+        "kernel_proof": result.kernel_proof.as_dict() if result.kernel_proof else None,
+        "closed_form_proof": result.cpu_proof.as_dict(),
+    }
+
+
+def print_generated(console: Console, result: Generated) -> None:
+    spec, out = result.request.spec, result.request.out
+    where = "the GPU in this machine" if result.gpu_is_present else "not in this machine"
+    table = Table(title=f"{spec.slug}, planned for {result.gpu.name} ({where})", title_justify="left")
+    for column in ("direction", "plan", "arch", "registers", "spills", "shared", "occupancy", "error of the kernel"):
+        table.add_column(column, overflow="fold")
+    shown_arch = result.gpu.arch if result.gpu.arch in result.archs else result.archs[0]
+    for kernel in result.kernels:
+        launch = kernel.algorithm.launch(spec, kernel.plan)
+        target = kernel.algorithm.arch_target(shown_arch)
+        resources = next(c.resources for t, c in kernel.images if t.name == target)
+        assert resources is not None
+        blocks = result.gpu.blocks_per_sm(launch.threads, launch.shared_bytes, resources.registers)
+        proof = f"[yellow]{NOT_RUN}[/]"
+        if result.kernel_proof:
+            proof = _proof_cell(result.kernel_proof.worst("out" if kernel.plan.direction == "forward" else "dx"))
+        table.add_row(
+            kernel.plan.direction,
+            f"{kernel.algorithm.name} {kernel.plan}",
+            target,
+            str(resources.registers),
+            f"{resources.spill_stores + resources.spill_loads} B",
+            _kib(launch.shared_bytes),
+            f"{100 * blocks * launch.threads / result.gpu.threads_per_sm:.0f} % ({blocks} blocks an SM)",
+            proof,
+        )
+    console.print(table)
+    if result.kernel_proof:
+        console.print(f"kernels: checked on {result.kernel_proof.device}, forward and backward, against float64")
+    else:
+        console.print(f"kernels: {NOT_RUN}: there is no GPU here; run [bold]invpool check {out}[/] where there is one")
+    console.print(f"closed form for CPU tensors: {_closed_form_line(result.cpu_proof)}")
+    console.print(f"targets: {', '.join(target.name for target, _ in result.kernels[0].images)}")
+    console.print(f"package: {out}")
+    console.print(f'use it:  [bold]import invpool; op = invpool.load("{out}")[/]', highlight=False)
+    console.print(
+        f"or, with [bold]{out.parent}[/] on sys.path and torch alone: "
+        f"[bold]from {out.name} import inverted_attention_pool[/]",
+        highlight=False,
+    )
+
+
+def _closed_form_line(proof: Proof) -> str:
+    worst = max(proof.findings, key=lambda finding: finding.error / finding.tolerance if finding.tolerance else 0.0)
+    return f"{'ok' if proof.ok else 'WRONG'}, {len(proof.findings)} checks, nearest {worst.name} {worst.error:.1e}"
+
+
+def print_proof(console: Console, title: str, proof: Proof | None) -> None:
+    if proof is None:
+        console.print(f"{title}: [yellow]{NOT_RUN}[/]: there is no GPU here")
+        return
+    table = Table(title=f"{title} on {proof.device}", title_justify="left")
+    for column in ("check", "error", "allowed", "against", ""):
+        table.add_column(column)
+    for finding in proof.findings:
+        table.add_row(
+            finding.name,
+            f"{finding.error:.2e}",
+            f"{finding.tolerance:.2e}",
+            finding.against,
+            "[green]ok[/]" if finding.ok else "[red]WRONG[/]",
+        )
+    console.print(table)
+
+
+def print_manifest(console: Console, folder: Path, manifest: dict[str, Any], proof: dict[str, Any] | None) -> None:
+    table = Table(title=f"{manifest['slug']} in {folder}, planned for {manifest['planned_for']}", title_justify="left")
+    for column in ("direction", "algorithm", "plan", "threads", "shared", "target", "registers", "spills", "file"):
+        table.add_column(column, overflow="fold")
+    for kernel in manifest["kernels"]:
+        for position, image in enumerate(kernel["images"]):
+            resources = image["resources"]
+            head = (
+                kernel["direction"],
+                kernel["algorithm"],
+                " ".join(f"{name}={value}" for name, value in kernel["plan"].items()),
+                str(kernel["launch"]["threads"]),
+                _kib(kernel["launch"]["shared_bytes"]),
+            )
+            table.add_row(
+                *(head if position == 0 else ("",) * 5),
+                image["target"],
+                str(resources["registers"]) if resources else "by the driver",
+                f"{resources['spill_stores'] + resources['spill_loads']} B" if resources else "",
+                image["file"],
+            )
+    console.print(table)
+    kernels = (proof or {}).get("kernels")
+    console.print(
+        f"kernels: last checked on {kernels['device']}: {'ok' if kernels['ok'] else 'WRONG'}"
+        if kernels
+        else f"kernels: {NOT_RUN}"
+    )
+    console.print(f"regenerate with: {manifest['regenerate']}", highlight=False)
+
+
+def explain_rows(spec: PoolSpec, gpu: Gpu, batch: int) -> list[dict[str, Any]]:
+    """One row for each algorithm and direction: its best plan and what that costs, or why there is none."""
+    rows: list[dict[str, Any]] = []
+    for algorithm in ALGORITHMS.values():
+        for direction in DIRECTIONS:
+            row: dict[str, Any] = {"algorithm": algorithm.name, "direction": direction, "summary": algorithm.summary}
+            best = best_plan(algorithm, spec, gpu, direction, batch)
+            if best is None:
+                plans = list(algorithm.candidates(spec, direction))
+                least = min(plans, key=lambda plan: algorithm.layout(spec, plan).bytes)
+                rows.append(row | {"rejected": algorithm.reject(spec, least, gpu)})
+                continue
+            plan, cost = best
+            rows.append(
+                row
+                | {
+                    "plan": plan.knobs,
+                    "legal_plans": len(algorithm.legal(spec, gpu, direction)),
+                    **dataclasses.asdict(cost),
+                    "seconds": cost.seconds(gpu),
+                    "bound": cost.bound(gpu),
+                    "occupancy": cost.occupancy(gpu),
+                }
+            )
+    return rows
+
+
+def print_explain(console: Console, spec: PoolSpec, gpu: Gpu, batch: int, rows: list[dict[str, Any]]) -> None:
+    table = Table(
+        title=f"{spec.slug}, B={batch}, on {gpu.name} ({gpu.arch}): the best plan of each algorithm, predicted",
+        title_justify="left",
+    )
+    for column in ("algorithm", "direction", "plan", "legal", "GFMA", "Gexp", "DRAM", "scratch", "shared", "us", "bound"):
+        table.add_column(column, overflow="fold", justify="left" if column in ("algorithm", "plan") else "right")
+    for row in rows:
+        if "rejected" in row:
+            table.add_row(row["algorithm"], row["direction"], f"[red]not legal[/]: {row['rejected']}")
+            continue
+        table.add_row(
+            row["algorithm"],
+            row["direction"],
+            " ".join(f"{name}={value}" for name, value in row["plan"].items()),
+            str(row["legal_plans"]),
+            f"{row['fma'] / 1e9:.2f}",
+            f"{row['mufu'] / 1e9:.2f}",
+            f"{row['dram_bytes'] / 1e6:.0f} MB",
+            f"{row['scratch_bytes'] / 1e6:.0f} MB",
+            _kib(row["shared_bytes"]),
+            f"{row['seconds'] * 1e6:.0f}",
+            row["bound"],
+        )
+    console.print(table)
+    least = {direction: spec.least_bytes(direction, batch) / 1e6 for direction in DIRECTIONS}
+    console.print(
+        f"least traffic: forward {least['forward']:.0f} MB, backward {least['backward']:.0f} MB; "
+        "scratch is DRAM beyond x, out, lse, g and dx"
+    )

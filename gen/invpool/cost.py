@@ -1,0 +1,78 @@
+"""What a plan does, counted, and how long that takes at best on a given GPU.
+
+The counts are per launch, over the whole batch. They foretell the order of plans and what bounds
+each of them, not the time on a stop-watch: the sweep measures.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Final
+
+from invpool.gpu import WARP, Gpu
+
+# Launch latency of an otherwise empty kernel, in seconds (2.1 to 2.9 us by graph replay on an H200).
+_LAUNCH: Final = 2.5e-6
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """Work of one launch.
+
+    Attributes:
+        fma: multiply-add-class operations (one each for FMA, ADD, MUL), of the scalar type.
+        fp64: whether those run on the float64 lanes.
+        mufu: transcendental operations.
+        dram_bytes: bytes that must cross DRAM, scratch included.
+        scratch_bytes: DRAM that the plan needs beyond x, out, lse, g and dx.
+        shared_wavefronts: passes of shared memory (128 bytes each).
+        shared_bytes: dynamic shared memory of one block.
+        threads: threads of one block.
+        blocks: blocks of the launch.
+        registers: expected registers a thread.
+    """
+
+    fma: int
+    fp64: bool
+    mufu: int
+    dram_bytes: int
+    scratch_bytes: int
+    shared_wavefronts: int
+    shared_bytes: int
+    threads: int
+    blocks: int
+    registers: int
+
+    def occupancy(self, gpu: Gpu) -> float:
+        """Resident threads over the most an SM can hold."""
+        resident = gpu.blocks_per_sm(self.threads, self.shared_bytes, self.registers)
+        return resident * self.threads / gpu.threads_per_sm
+
+    def terms(self, gpu: Gpu) -> dict[str, float]:
+        """Seconds that each unit needs when the launch fills the GPU as far as it can."""
+        resident = max(1, gpu.blocks_per_sm(self.threads, self.shared_bytes, self.registers))
+        wave = resident * gpu.sm_count
+        waves = -(-self.blocks // wave)
+        # A last wave that is not full leaves SMs idle: the busiest SM sets the pace.
+        busiest = max(1, min(resident, -(-self.blocks // gpu.sm_count))) if waves == 1 else waves * resident
+        share = busiest / self.blocks if self.blocks else 0.0
+        # Fewer than eight warps on an SM cannot hide the latency of its pipes.
+        warps = min(busiest, resident) * self.threads / WARP
+        hiding = min(1.0, warps / 8)
+        lanes = gpu.fp64_lanes if self.fp64 else gpu.fp32_lanes
+        mufu_lanes = gpu.fp64_lanes / 16 if self.fp64 else gpu.mufu_lanes
+        return {
+            "fma": self.fma * share / (lanes * gpu.clock * hiding),
+            "mufu": self.mufu * share / (mufu_lanes * gpu.clock * hiding),
+            "shared": self.shared_wavefronts * share / (gpu.clock * hiding),
+            "dram": self.dram_bytes / gpu.dram,
+        }
+
+    def seconds(self, gpu: Gpu) -> float:
+        """Predicted time of one launch."""
+        return _LAUNCH + max(self.terms(gpu).values())
+
+    def bound(self, gpu: Gpu) -> str:
+        """Which unit sets the time: fma, mufu, shared, dram or launch."""
+        name, value = max(self.terms(gpu).items(), key=lambda term: term[1])
+        return name if value > _LAUNCH else "launch"

@@ -1,0 +1,157 @@
+"""The main job: choose plans, render, compile for every arch, bind, prove, put in place."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from invpool.abi import DIRECTIONS
+from invpool.algorithms import Choice, choose
+from invpool.binding import (
+    BuiltKernel,
+    TableRow,
+    check_output,
+    holds,
+    import_package,
+    package_files,
+    staged_package,
+    write_proof,
+)
+from invpool.cache import KernelCache, lock_for
+from invpool.check import Proof, prove
+from invpool.compile import Target
+from invpool.errors import CheckError
+from invpool.gpu import DEFAULT_ARCHS, DEFAULT_GPU, KNOWN_GPUS, Gpu, check_arch, present_gpu
+from invpool.render import render_kernel
+from invpool.spec import PoolSpec
+
+log = logging.getLogger("invpool")
+
+# PTX that every supported GPU's driver can finish.
+_PTX_ARCH: Final = "sm_75"
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What is asked for. ``gpu`` None takes the present GPU, else the default; ``archs`` likewise."""
+
+    spec: PoolSpec
+    out: Path
+    gpu: Gpu | None = None
+    archs: tuple[str, ...] = ()
+    algorithm: str | None = None
+    force: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Generated:
+    """What came of a request. ``kernel_proof`` is None where nothing could run the kernels."""
+
+    request: Request
+    gpu: Gpu
+    gpu_is_present: bool
+    archs: tuple[str, ...]
+    choice: Choice
+    kernels: tuple[BuiltKernel, ...]
+    kernel_proof: Proof | None
+    cpu_proof: Proof
+
+
+def planning_gpu(gpu: Gpu | None) -> tuple[Gpu, bool]:
+    """The GPU that plans are made for, and whether it is the one in this machine."""
+    if gpu is not None:
+        return gpu, False
+    present = present_gpu()
+    return (present, True) if present else (KNOWN_GPUS[DEFAULT_GPU], False)
+
+
+def _archs(request: Request, gpu: Gpu, present: bool) -> tuple[str, ...]:
+    if request.archs:
+        return tuple(dict.fromkeys(check_arch(arch) for arch in request.archs))
+    if present or request.gpu is not None:
+        return (gpu.arch,)
+    return DEFAULT_ARCHS
+
+
+def build_kernels(
+    spec: PoolSpec,
+    choice: Choice,
+    archs: Sequence[str],
+    cache: KernelCache,
+    progress: Callable[[str], None] = lambda _: None,
+) -> tuple[BuiltKernel, ...]:
+    """Renders both directions and compiles each for every arch, and PTX for the rest.
+
+    Raises:
+        CompileError, CompilerNotFoundError, TemplateError: see there.
+    """
+    kernels = []
+    for direction in DIRECTIONS:
+        plan = choice.plan(direction)
+        source = render_kernel(choice.algorithm, spec, plan)
+        targets = [Target(choice.algorithm.arch_target(arch)) for arch in archs] + [Target.ptx(_PTX_ARCH)]
+        images = []
+        for target in targets:
+            progress(f"{choice.algorithm.name} {direction} {target.name}")
+            images.append((target, cache.get(source, target)))
+        kernels.append(BuiltKernel(choice.algorithm, plan, source, tuple(images)))
+    return tuple(kernels)
+
+
+def prove_package(folder: Path, arch_is_here: bool) -> tuple[Proof | None, Proof]:
+    """Imports a package and checks it: its kernels where a GPU can run them, and its closed form on the CPU."""
+    op = import_package(folder).op
+    return (prove(op, "cuda") if arch_is_here else None), prove(op, "cpu")
+
+
+def generate(
+    request: Request, cache: KernelCache | None = None, progress: Callable[[str], None] = lambda _: None
+) -> Generated:
+    """Makes the package, or leaves everything as it was.
+
+    Raises:
+        PlanError: no plan is legal. OutputError: the path cannot take it. CompileError: nvcc refused.
+        CheckError: a kernel gave wrong numbers here; it is not put in place.
+    """
+    gpu, present = planning_gpu(request.gpu)
+    archs = _archs(request, gpu, present)
+    choice = choose(request.spec, gpu, request.algorithm)
+    check_output(request.out, request.force)
+    kernels = build_kernels(request.spec, choice, archs, cache or KernelCache(), progress)
+    files = package_files(request.spec, gpu.name, kernels, (TableRow(0, 0, 1),))
+    gpu_here = present_gpu() is not None
+    progress("checking against float64")
+    with lock_for(f"output {request.out.resolve()}"):
+        if holds(request.out, files):
+            proofs = prove_package(request.out, gpu_here)
+            _accept(proofs, request)
+        else:
+            with staged_package(request.out, files) as staging:
+                proofs = prove_package(staging, gpu_here)
+                _accept(proofs, request)
+                staged = import_package(staging)
+            # The raw ops of this process are bound to the staged op: it has moved.
+            staged.op.folder = request.out
+            sys.modules.pop(staged.__name__, None)
+        write_proof(request.out, proof_record(*proofs))
+    return Generated(request, gpu, present, archs, choice, kernels, *proofs)
+
+
+def proof_record(kernel_proof: Proof | None, cpu_proof: Proof) -> dict[str, Any]:
+    """What proof.json holds; ``kernels`` is null where they were compiled, not run."""
+    return {"kernels": kernel_proof.as_dict() if kernel_proof else None, "closed_form": cpu_proof.as_dict()}
+
+
+def _accept(proofs: tuple[Proof | None, Proof], request: Request) -> None:
+    for proof in proofs:
+        if proof is None or proof.ok:
+            continue
+        wrong = [finding for finding in proof.findings if not finding.ok]
+        lines = [f"{f.name}: error {f.error:.2e}, allowed {f.tolerance:.2e} against {f.against}" for f in wrong]
+        raise CheckError(
+            f"{request.spec.slug} is wrong on {proof.device}; nothing was put in {request.out}:\n  " + "\n  ".join(lines)
+        )

@@ -1,0 +1,751 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run time of a generated op: torch and the CUDA driver, nothing else.
+
+This file is copied verbatim into every generated package, so it imports neither the generator nor
+anything that the generator needs. It reads ``manifest.json`` beside it, registers two torch operators
+under the manifest's hash, and launches the package's kernels on torch's current stream.
+
+Registration follows the one way that gives no silent wrong answer: raw ops made with
+``torch.library.Library``, autograd in two module-level ``autograd.Function`` classes outside them, and
+``register_autograd`` on the raw ops for those who call them directly.
+"""
+
+from __future__ import annotations
+
+import bisect
+import ctypes
+import dataclasses
+import functools
+import hashlib
+import json
+import math
+import os
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+MANIFEST_SCHEMA: Final = 1
+BATCH_INVARIANT_VARIABLE: Final = "INVPOOL_BATCH_INVARIANT"
+
+
+class LoadError(RuntimeError):
+    """A generated package is damaged, too old or new, or has no code for this GPU."""
+
+
+class MissingKernelError(RuntimeError):
+    """A kernel is not loaded and cannot be loaded now; the message says what to run first."""
+
+
+# ---------------------------------------------------------------- the operation in closed form
+
+
+def _centred(x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(x - c, c) with c the mean of the variates: softmax is blind to c, float32 scores of 100 +- 0.05 are not.
+
+    Masked variates are zeros by now: they add nothing to c, and no weight ever meets their x - c.
+    """
+    if mask is None:
+        centre = x.mean(-2, keepdim=True)
+    else:
+        count = mask.to(x.dtype).sum(-1).clamp(min=1)
+        centre = x.sum(-2, keepdim=True) / count[:, None, None]
+    return x - centre, centre
+
+
+def _without_masked(x: Tensor, mask: Tensor | None) -> Tensor:
+    """x with zeros in place of the variates that take no part, so that nothing of them, NaN included, is seen."""
+    return x if mask is None else x.masked_fill(~mask.to(torch.bool)[:, :, None], 0.0)
+
+
+def closed_form_attention(x: Tensor, scale: Tensor | float | None, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Attention map and log-sum-exp of variate-major ``x[B,H,K]``, in the dtype of x, differentiable.
+
+    Returns:
+        a[B,H,H] and lse[B,H]; for a masked row a is 0 and lse is +inf.
+    """
+    factor = 1.0 / math.sqrt(x.shape[-1]) if scale is None else scale
+    x = _without_masked(x, mask)
+    y, centre = _centred(x, mask)
+    scores = factor * (x @ y.mT)
+    shift = factor * (x @ centre.mT).squeeze(-1)
+    if mask is None:
+        return torch.softmax(scores, -1), torch.logsumexp(scores, -1) + shift
+    takes_part = mask.to(torch.bool)
+    # A row that takes no part keeps its scores here, so that softmax is finite, and is set to 0 below.
+    scores = scores.masked_fill(~takes_part[:, None, :] & takes_part[:, :, None], -math.inf)
+    attention = torch.softmax(scores, -1).masked_fill(~takes_part[:, :, None], 0.0)
+    return attention, (torch.logsumexp(scores, -1) + shift).masked_fill(~takes_part, math.inf)
+
+
+def closed_form_forward(x: Tensor, scale: Tensor | float | None, mask: Tensor | None) -> Tensor:
+    """``out[h] = sum_j a[h,j] mean_k x[j,k]`` of variate-major x, in the dtype of x, differentiable."""
+    attention, _ = closed_form_attention(x, scale, mask)
+    return (attention @ _without_masked(x, mask).mean(-1, keepdim=True)).squeeze(-1)
+
+
+def closed_form_backward(x: Tensor, g: Tensor, scale: Tensor | float | None, mask: Tensor | None) -> Tensor:
+    """``dx`` of variate-major x for upstream g[B,H], in the dtype of x, differentiable in x, g and scale.
+
+    With dS[h,j] = g[h] a[h,j] (m[j] - out[h]):
+    dx[i] = scale * sum_j (dS[i,j] + dS[j,i]) x[j] + (1/K) sum_h g[h] a[h,i].
+    Rows of dS sum to zero, so the first sum may take y = x - c; the second needs c back, times the column sum.
+    """
+    factor = 1.0 / math.sqrt(x.shape[-1]) if scale is None else scale
+    attention, _ = closed_form_attention(x, scale, mask)
+    y, centre = _centred(_without_masked(x, mask), mask)
+    if mask is not None:
+        g = g.masked_fill(~mask.to(torch.bool), 0.0)
+    means = y.mean(-1, keepdim=True)
+    pull = g[:, :, None] * attention
+    d_scores = pull * (means.mT - attention @ means)
+    along = (d_scores + d_scores.mT) @ y + d_scores.sum(-2)[:, :, None] * centre
+    return factor * along + pull.sum(-2)[:, :, None] / x.shape[-1]
+
+
+# ---------------------------------------------------------------- the CUDA driver, by ctypes
+
+_MAX_DYNAMIC_SHARED: Final = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+
+
+@functools.lru_cache(maxsize=1)
+def _driver() -> ctypes.CDLL:
+    """libcuda, with the argument types of the few functions used."""
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise LoadError(f"the CUDA driver cannot be loaded ({error}); install the NVIDIA driver") from error
+    handle, integer = ctypes.c_void_p, ctypes.c_uint
+    for name, types in {
+        "cuGetErrorString": (ctypes.c_int, ctypes.POINTER(ctypes.c_char_p)),
+        "cuDeviceGet": (ctypes.POINTER(ctypes.c_int), ctypes.c_int),
+        "cuDevicePrimaryCtxRetain": (ctypes.POINTER(handle), ctypes.c_int),
+        "cuCtxGetCurrent": (ctypes.POINTER(handle),),
+        "cuCtxPushCurrent_v2": (handle,),
+        "cuCtxPopCurrent_v2": (ctypes.POINTER(handle),),
+        "cuModuleLoadData": (ctypes.POINTER(handle), ctypes.c_char_p),
+        "cuModuleGetFunction": (ctypes.POINTER(handle), handle, ctypes.c_char_p),
+        "cuFuncSetAttribute": (handle, ctypes.c_int, ctypes.c_int),
+        "cuLaunchKernel": (handle, *[integer] * 7, handle, handle, handle),
+    }.items():
+        function = getattr(library, name)
+        function.argtypes, function.restype = types, ctypes.c_int
+    return library
+
+
+def _call(name: str, *arguments: Any) -> None:
+    status = getattr(_driver(), name)(*arguments)
+    if status:
+        text = ctypes.c_char_p()
+        _driver().cuGetErrorString(status, ctypes.byref(text))
+        reason = text.value.decode() if text.value else "unknown error"
+        raise LoadError(f"{name} failed: {reason} (CUresult {status})")
+
+
+@functools.lru_cache(maxsize=None)
+def _primary_context(device: int) -> int:
+    """torch's context of a device: retained once, never released, as torch does."""
+    number, context = ctypes.c_int(), ctypes.c_void_p()
+    _call("cuDeviceGet", ctypes.byref(number), device)
+    _call("cuDevicePrimaryCtxRetain", ctypes.byref(context), number)
+    assert context.value is not None
+    return context.value
+
+
+class _Bound:
+    """Makes a device's context current for the calling thread; a fresh thread has none, another GPU's may be there."""
+
+    def __init__(self, device: int) -> None:
+        self._context = _primary_context(device)
+        self._pushed = False
+
+    def __enter__(self) -> None:
+        current = ctypes.c_void_p()
+        _call("cuCtxGetCurrent", ctypes.byref(current))
+        if current.value != self._context:
+            _call("cuCtxPushCurrent_v2", self._context)
+            self._pushed = True
+
+    def __exit__(self, *_: object) -> None:
+        if self._pushed:
+            _call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Kernel:
+    """One kernel of the manifest: how it is launched, and its code by architecture."""
+
+    entry: str
+    arguments: tuple[str, ...]
+    threads: int
+    shared_bytes: int
+    items_per_block: int
+    images: tuple[tuple[str, str, str], ...]  # (target, file name, sha256)
+
+
+def choose_image(targets: Sequence[str], capability: tuple[int, int]) -> str | None:
+    """The target to load on a GPU: its own machine code, else older code of its generation, else PTX.
+
+    ``sm_90a`` runs on 9.0 alone; ``sm_86`` also on 8.9; ``compute_75`` on everything from 7.5 on.
+    """
+    major, minor = capability
+    best: tuple[int, int, str] | None = None
+    for target in targets:
+        kind, _, digits = target.partition("_")
+        exact = digits.endswith("a")
+        number = int(digits.rstrip("a"))
+        there = (number // 10, number % 10)
+        if kind == "compute":
+            fits, rank = there <= capability, 0
+        elif exact:
+            fits, rank = there == capability, 2
+        else:
+            fits, rank = there[0] == major and there[1] <= minor, 1
+        if fits and (best is None or (rank, number) > best[:2]):
+            best = (rank, number, target)
+    return best[2] if best else None
+
+
+# ---------------------------------------------------------------- one generated package
+
+
+def _scalar_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+class GeneratedOp:
+    """The op of one generated package. Call it as ``op(x, scale=None, mask=None)``.
+
+    Attributes:
+        H, K, dtype, layout, masked: the spec it was made for.
+        manifest: the parsed manifest.
+        namespace: where its raw ops live: ``torch.ops.<namespace>.forward`` and ``.backward``.
+        batch_invariant: use one plan for every B, so that ``op(x)[i]`` is bitwise ``op(x[i:i+1])[0]``.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        path = folder / "manifest.json"
+        try:
+            text = path.read_bytes()
+            self.manifest: dict[str, Any] = json.loads(text)
+            schema = self.manifest["schema"]
+            self._regenerate = str(self.manifest["regenerate"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise LoadError(f"{path} cannot be read as a manifest ({error!r}); generate the package again") from error
+        if schema != MANIFEST_SCHEMA:
+            raise LoadError(
+                f"{path} has schema {schema}, this runtime reads {MANIFEST_SCHEMA}; regenerate with: {self._regenerate}"
+            )
+        try:
+            spec = self.manifest["spec"]
+            self.H, self.K = int(spec["H"]), int(spec["K"])
+            self.layout, self.masked = str(spec["layout"]), bool(spec["masked"])
+            self.dtype: torch.dtype = getattr(torch, spec["dtype"])
+            self.state: tuple[str, ...] = tuple(self.manifest["state"])
+            self._kernels = [self._read_kernel(entry) for entry in self.manifest["kernels"]]
+            self._rows: list[dict[str, int]] = sorted(self.manifest["table"], key=lambda row: int(row["min_batch"]))
+            self._starts = [int(row["min_batch"]) for row in self._rows]
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise LoadError(f"{path} is damaged ({error!r}); regenerate with: {self._regenerate}") from error
+        self.namespace = f"invpool_{hashlib.sha256(text).hexdigest()[:16]}"
+        self.batch_invariant = os.environ.get(BATCH_INVARIANT_VARIABLE, "0") not in ("", "0")
+        self._functions: dict[tuple[int, int], int] = {}
+        self._scales: dict[torch.device, Tensor] = {}
+        self._guard = threading.Lock()
+        _register(self)
+
+    @staticmethod
+    def _read_kernel(entry: dict[str, Any]) -> _Kernel:
+        images = tuple((str(i["target"]), str(i["file"]), str(i["sha256"])) for i in entry["images"])
+        launch = entry["launch"]
+        return _Kernel(
+            str(entry["entry"]),
+            tuple(entry["arguments"]),
+            int(launch["threads"]),
+            int(launch["shared_bytes"]),
+            int(launch["items_per_block"]),
+            images,
+        )
+
+    def __repr__(self) -> str:
+        return f"GeneratedOp({self.manifest['slug']}, {self.namespace})"
+
+    # ---- shapes and layouts
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The two axes of x behind the batch."""
+        return (self.H, self.K) if self.layout == "bhk" else (self.K, self.H)
+
+    def variate_major(self, x: Tensor) -> Tensor:
+        """A view ``[B,H,K]`` of x, whatever the layout; its own inverse."""
+        return x if self.layout == "bhk" else x.mT
+
+    def check_input(self, x: Tensor, mask: Tensor | None = None) -> None:
+        """Refuses what the op was not made for.
+
+        Raises:
+            TypeError: x or mask is no tensor, or of another dtype.
+            ValueError: x has another shape or device, or mask does not fit.
+        """
+        if not isinstance(x, Tensor):
+            raise TypeError(f"x is {type(x).__name__}; expected a torch.Tensor")
+        axes = "[B,H,K]" if self.layout == "bhk" else "[B,K,H]"
+        if x.ndim != 3 or tuple(x.shape[1:]) != self.shape:
+            raise ValueError(
+                f"x has shape {tuple(x.shape)}; this op was made for {axes} = (B, {self.shape[0]}, {self.shape[1]})"
+            )
+        if x.dtype != self.dtype:
+            raise TypeError(f"x is {x.dtype}; this op was made for {self.dtype}")
+        if x.device.type not in ("cpu", "cuda", "meta"):
+            raise ValueError(f"x is on {x.device}; this op runs on cpu and cuda")
+        if mask is None:
+            return
+        if not self.masked:
+            raise ValueError(f"this op takes no mask; make one that does with: {self._regenerate} --masked")
+        if mask.dtype not in (torch.bool, torch.uint8):
+            raise TypeError(f"mask is {mask.dtype}; expected bool or uint8, true where a variate takes part")
+        if mask.shape != (x.shape[0], self.H) or mask.device != x.device:
+            raise ValueError(
+                f"mask has shape {tuple(mask.shape)} on {mask.device}; expected ({x.shape[0]}, {self.H}) on {x.device}"
+            )
+
+    def scale_tensor(self, x: Tensor, scale: Tensor | float | None) -> Tensor | None:
+        """The scale as one number on x's device; None stays None and means 1/sqrt(K).
+
+        Raises:
+            ValueError: the scale is not finite, or a tensor of more than one element or another device.
+        """
+        if scale is None:
+            return None
+        if isinstance(scale, Tensor):
+            if scale.numel() != 1 or scale.device != x.device:
+                raise ValueError(
+                    f"scale has shape {tuple(scale.shape)} on {scale.device}; expected one number on {x.device}"
+                )
+            return scale.reshape(()).to(_scalar_dtype(self.dtype))
+        if not math.isfinite(scale):
+            raise ValueError(f"scale is {scale}; it must be finite")
+        return torch.full((), scale, dtype=_scalar_dtype(self.dtype), device=x.device)
+
+    def full_mask(self, x: Tensor, mask: Tensor | None) -> Tensor | None:
+        """The mask that the kernels of a masked spec take: all ones where none was given."""
+        if not self.masked:
+            return None
+        if mask is None:
+            return torch.ones(x.shape[0], self.H, dtype=torch.uint8, device=x.device)
+        return mask.to(torch.uint8)
+
+    # ---- what users call
+
+    def __call__(self, x: Tensor, scale: Tensor | float | None = None, mask: Tensor | None = None) -> Tensor:
+        """Inverted-attention pooling.
+
+        Args:
+            x: ``[B,H,K]`` or ``[B,K,H]`` by the layout, of the op's dtype, on cpu or cuda, any strides.
+            scale: what scores are multiplied by: None for 1/sqrt(K), a number, or a tensor of one
+                element, which may require a gradient (that backward then forms [B,H,H] in torch).
+            mask: ``[B,H]`` bool or uint8, true where a variate takes part; only if the spec is masked.
+                A variate that takes no part is seen by none, and its own out and dx are 0.
+
+        Returns:
+            out ``[B,H]``, contiguous, of x's dtype.
+
+        Raises:
+            TypeError, ValueError: see :meth:`check_input` and :meth:`scale_tensor`.
+            LoadError: there is no code for this GPU, or the package is damaged.
+        """
+        self.check_input(x, mask)
+        factor, takes_part = self.scale_tensor(x, scale), self.full_mask(x, mask)
+        if _needs_autograd(x, factor):
+            return _Pool.apply(x, factor, takes_part, self.namespace)[0]  # type: ignore[no-any-return, no-untyped-call]
+        return _raw(self.namespace, "forward")(x, factor, takes_part)[0]  # type: ignore[no-any-return]
+
+    def attention_map(self, x: Tensor, scale: Tensor | float | None = None, mask: Tensor | None = None) -> Tensor:
+        """The attention ``a[B,H,H]``, rows summing to one, in float32 (float64 for float64 x).
+
+        From the kernel where the plan keeps it and no gradient is wanted, else in closed form, which
+        is differentiable. Takes the same arguments and raises the same errors as the op itself.
+        """
+        self.check_input(x, mask)
+        factor, takes_part = self.scale_tensor(x, scale), self.full_mask(x, mask)
+        if "attn" in self.state and not _needs_autograd(x, factor):
+            return _raw(self.namespace, "forward")(x, factor, takes_part)[1 + self.state.index("attn")]  # type: ignore[no-any-return]
+        return closed_form_attention(_closed_form_view(self.namespace, x), factor, takes_part)[0]
+
+    # ---- loading and launching
+
+    def _row(self, batch: int) -> dict[str, int]:
+        """The table row for a batch: plans may depend on B; one row serves all when results must not."""
+        if self.batch_invariant:
+            return self._rows[-1]
+        return self._rows[max(0, bisect.bisect_right(self._starts, batch) - 1)]
+
+    def _function(self, device: int, index: int) -> int:
+        """The loaded function of a kernel on a device; modules belong to a context, so each device has its own."""
+        found = self._functions.get((device, index))
+        if found is not None:
+            return found
+        if torch.cuda.is_current_stream_capturing():
+            raise MissingKernelError(
+                f"{self.manifest['slug']} is used for the first time inside CUDA graph capture, where nothing can be "
+                "loaded; call the op once (forward and backward) before capturing"
+            )
+        with self._guard:
+            if (device, index) not in self._functions:
+                self._functions[device, index] = self._load(device, self._kernels[index])
+        return self._functions[device, index]
+
+    def _load(self, device: int, kernel: _Kernel) -> int:
+        files = {target: (name, digest) for target, name, digest in kernel.images}
+        capability = torch.cuda.get_device_capability(device)
+        target = choose_image(list(files), capability)
+        if target is None:
+            raise LoadError(
+                f"no code for sm_{capability[0]}{capability[1]} ({torch.cuda.get_device_name(device)}); present: "
+                f"{', '.join(files)}; regenerate with: {self._regenerate} --arch sm_{capability[0]}{capability[1]}"
+            )
+        name, digest = files[target]
+        path = self.folder / name
+        try:
+            code = path.read_bytes()
+        except OSError as error:
+            raise LoadError(f"{path} cannot be read ({error}); regenerate with: {self._regenerate}") from error
+        if hashlib.sha256(code).hexdigest() != digest:
+            raise LoadError(f"{path} is not what the manifest recorded; regenerate with: {self._regenerate}")
+        module, function = ctypes.c_void_p(), ctypes.c_void_p()
+        with _Bound(device):
+            _call("cuModuleLoadData", ctypes.byref(module), code + b"\0")
+            _call("cuModuleGetFunction", ctypes.byref(function), module, kernel.entry.encode())
+            if kernel.shared_bytes >= 48 * 1024:
+                _call("cuFuncSetAttribute", function, _MAX_DYNAMIC_SHARED, kernel.shared_bytes)
+        assert function.value is not None
+        return function.value
+
+    def _launch(self, direction: str, tensors: dict[str, Tensor | None]) -> None:
+        """Launches one kernel on torch's current stream of the tensors' device."""
+        x = tensors["x"]
+        assert x is not None
+        batch, device = x.shape[0], x.get_device()
+        index = self._row(batch)[direction]
+        kernel = self._kernels[index]
+        function = self._function(device, index)
+        values = []
+        for name in kernel.arguments:
+            tensor = tensors.get(name)
+            values.append(batch if name == "B" else 0 if tensor is None else tensor.data_ptr())
+        # Every argument is 64 bits wide, so one array holds them all.
+        packed = (ctypes.c_uint64 * len(values))(*values)
+        base = ctypes.addressof(packed)
+        pointers = (ctypes.c_void_p * len(values))(*(base + 8 * i for i in range(len(values))))
+        blocks = -(-batch // kernel.items_per_block)
+        stream = torch.cuda.current_stream(device).cuda_stream
+        with _Bound(device):
+            _call(
+                "cuLaunchKernel", function, blocks, 1, 1, kernel.threads, 1, 1, kernel.shared_bytes, stream, pointers, None
+            )
+
+    def default_scale(self, device: torch.device) -> Tensor:
+        """1/sqrt(K), kept per device, so that a call moves nothing."""
+        if device not in self._scales:
+            dtype = _scalar_dtype(self.dtype)
+            self._scales[device] = torch.full((), 1.0 / math.sqrt(self.K), dtype=dtype, device=device)
+        return self._scales[device]
+
+    # ---- the raw ops
+
+    def empty_state(self, x: Tensor) -> list[Tensor]:
+        """Unwritten ``out`` and state for x, in the order that forward returns them: dense, whatever x's strides."""
+        batch, scalar = x.shape[0], _scalar_dtype(self.dtype)
+        shapes: dict[str, tuple[Any, ...]] = {
+            "out_acc": (batch, self.H),
+            "lse": (batch, self.H),
+            "attn": (batch, self.H, self.H),
+        }
+        out = x.new_empty((batch, self.H))
+        return [out, *(x.new_empty(shapes[name], dtype=scalar) for name in self.state)]
+
+    def cuda_forward(self, x: Tensor, scale: Tensor | None, mask: Tensor | None) -> tuple[Tensor, ...]:
+        results = self.empty_state(x)
+        if x.shape[0]:
+            x = x.contiguous()
+            scale = self.default_scale(x.device) if scale is None else scale
+            mask = None if mask is None else mask.contiguous()
+            named = dict(zip(("out", *self.state), results, strict=True))
+            self._launch("forward", {"x": x, "scale": scale, "mask": mask, **named})
+        return tuple(results)
+
+    def cuda_backward(
+        self, g: Tensor, x: Tensor, scale: Tensor | None, mask: Tensor | None, saved: Sequence[Tensor]
+    ) -> Tensor:
+        dx = torch.empty_like(x, memory_format=torch.contiguous_format)
+        if x.shape[0]:
+            named = dict(zip(("out", *self.state), (tensor.contiguous() for tensor in saved), strict=True))
+            named["out"] = named.get("out_acc", named["out"])
+            scale = self.default_scale(x.device) if scale is None else scale
+            mask = None if mask is None else mask.contiguous()
+            tensors = {"x": x.contiguous(), "g": g.contiguous(), "dx": dx, "scale": scale, "mask": mask, **named}
+            self._launch("backward", tensors)
+        return dx
+
+    def cpu_forward(self, x: Tensor, scale: Tensor | None, mask: Tensor | None) -> tuple[Tensor, ...]:
+        results = self.empty_state(x)
+        seen = _closed_form_view(self.namespace, x)
+        attention, lse = closed_form_attention(seen, scale, mask)
+        out = closed_form_forward(seen, scale, mask)
+        values = {"out": out, "out_acc": out, "lse": lse, "attn": attention}
+        for name, result in zip(("out", *self.state), results, strict=True):
+            result.copy_(values[name])
+        return tuple(results)
+
+    def cpu_backward(
+        self, g: Tensor, x: Tensor, scale: Tensor | None, mask: Tensor | None, saved: Sequence[Tensor]
+    ) -> Tensor:
+        seen = _closed_form_view(self.namespace, x)
+        dx = closed_form_backward(seen, g.to(seen.dtype), scale, mask)
+        return self.variate_major(dx).to(self.dtype).contiguous()
+
+
+# ---------------------------------------------------------------- registration and autograd
+
+_OPS: dict[str, GeneratedOp] = {}
+
+
+def _raw(namespace: str, direction: str) -> Callable[..., Any]:
+    return getattr(getattr(torch.ops, namespace), direction).default  # type: ignore[no-any-return]
+
+
+def _register(op: GeneratedOp) -> None:
+    """Registers the op's raw forward and backward once a process, however often its package is imported."""
+    _OPS[op.namespace] = op
+    if hasattr(getattr(torch.ops, op.namespace), "forward"):
+        return
+    library = torch.library.Library(op.namespace, "DEF")  # noqa: TOR901 - kept alive below
+    tensors = ", ".join(["Tensor"] * (1 + len(op.state)))
+    tags = (torch.Tag.pt2_compliant_tag,)
+    library.define(f"forward(Tensor x, Tensor? scale, Tensor? mask) -> ({tensors})", tags=tags)
+    library.define("backward(Tensor g, Tensor x, Tensor? scale, Tensor? mask, Tensor[] saved) -> Tensor", tags=tags)
+    library.impl("forward", op.cpu_forward, "CPU")
+    library.impl("forward", op.cuda_forward, "CUDA")
+    library.impl("backward", op.cpu_backward, "CPU")
+    library.impl("backward", op.cuda_backward, "CUDA")
+
+    def fake_forward(x: Tensor, scale: Tensor | None, mask: Tensor | None) -> tuple[Tensor, ...]:
+        return tuple(op.empty_state(x))
+
+    def fake_backward(
+        g: Tensor, x: Tensor, scale: Tensor | None, mask: Tensor | None, saved: Sequence[Tensor]
+    ) -> Tensor:
+        return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+    torch.library.register_fake(f"{op.namespace}::forward", fake_forward, lib=library)
+    torch.library.register_fake(f"{op.namespace}::backward", fake_backward, lib=library)
+
+    # The raw ops are differentiable too, for those who call them directly: through the same two Functions.
+    def setup_forward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        _Pool.setup_context(ctx, (*inputs, op.namespace), output)
+
+    def forward_gradient(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        return _Pool.backward(ctx, *gradients)[:3]
+
+    def setup_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        g, x, scale, mask, saved = inputs
+        ctx.saved = len(saved)
+        _PoolBackward.setup_context(ctx, (g, x, scale, mask, op.namespace, *saved), output)
+
+    def backward_gradient(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        return (*_PoolBackward.backward(ctx, gradient)[:4], [None] * ctx.saved)
+
+    torch.library.register_autograd(
+        f"{op.namespace}::forward", forward_gradient, setup_context=setup_forward, lib=library
+    )
+    torch.library.register_autograd(
+        f"{op.namespace}::backward", backward_gradient, setup_context=setup_backward, lib=library
+    )
+    # A Library unregisters its ops when it is collected; the ops are there for the life of the process.
+    _LIBRARIES.append(library)
+
+
+_LIBRARIES: Final[list[torch.library.Library]] = []
+
+
+def _needs_autograd(x: Tensor, scale: Tensor | None) -> bool:
+    """Whether a call must go through autograd: the raw op alone would be wrong under jvp, vmap and grad.
+
+    The one place that uses private torch names; a test covers each of the three reasons.
+    """
+    if torch.compiler.is_compiling():
+        return True
+    wanted = x.requires_grad or (scale is not None and scale.requires_grad)
+    return (
+        (torch.is_grad_enabled() and wanted)
+        or torch._C._are_functorch_transforms_active()
+        or torch.autograd.forward_ad._current_level >= 0
+    )
+
+
+def _closed_form_view(namespace: str, x: Tensor) -> Tensor:
+    """x as the closed form takes it: variate-major, in the type of the sums."""
+    op = _OPS[namespace]
+    return op.variate_major(x).to(_scalar_dtype(op.dtype))
+
+
+class _Pool(torch.autograd.Function):
+    """Forward with its gradient: (x, scale, mask, namespace) -> (out, *state)."""
+
+    @staticmethod
+    def forward(x: Tensor, scale: Tensor | None, mask: Tensor | None, namespace: str) -> tuple[Tensor, ...]:
+        return _raw(namespace, "forward")(x, scale, mask)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        x, scale, mask, namespace = inputs
+        ctx.namespace = namespace
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.save_for_backward(x, scale, mask, *output)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        g = gradients[0]
+        x, scale, mask, *saved = ctx.saved_tensors
+        if g is None:
+            return None, None, None, None
+        dx = _PoolBackward.apply(g, x, scale, mask, ctx.namespace, *saved)  # type: ignore[no-untyped-call]
+        d_scale = None
+        if scale is not None and ctx.needs_input_grad[1]:
+            # dscale = sum dS * S / scale, through the composite: the closed formula from dx cancels.
+            seen = _closed_form_view(ctx.namespace, x)
+            _, pull = torch.func.vjp(lambda factor: closed_form_forward(seen, factor, mask), scale)
+            (d_scale,) = pull(g.to(seen.dtype))
+        return dx, d_scale, None, None
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: tuple[Any, ...], x: Tensor, scale: Tensor | None, mask: Tensor | None, namespace: str
+    ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+        if in_dims[1] is not None:
+            # One scale a sample: the kernel takes one a launch.
+            assert scale is not None
+            samples = [
+                _Pool.apply(_sample(x, in_dims[0], i), _sample(scale, in_dims[1], i), _sample(mask, in_dims[2], i), namespace)  # type: ignore[no-untyped-call]
+                for i in range(info.batch_size)
+            ]
+            results = tuple(torch.stack(parts) for parts in zip(*samples, strict=True))
+        else:
+            x_flat, mask_flat = (_flatten(t, d, info.batch_size) for t, d in ((x, in_dims[0]), (mask, in_dims[2])))
+            flat = _Pool.apply(x_flat, scale, mask_flat, namespace)  # type: ignore[no-untyped-call]
+            results = tuple(part.unflatten(0, (info.batch_size, -1)) for part in flat)
+        return results, (0,) * len(results)
+
+
+class _PoolBackward(torch.autograd.Function):
+    """The gradient with its own gradient: (g, x, scale, mask, namespace, out, *state) -> dx."""
+
+    @staticmethod
+    def forward(
+        g: Tensor, x: Tensor, scale: Tensor | None, mask: Tensor | None, namespace: str, *saved: Tensor
+    ) -> Tensor:
+        return _raw(namespace, "backward")(g, x, scale, mask, list(saved))  # type: ignore[no-any-return]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        g, x, scale, mask, namespace, *saved = inputs
+        ctx.namespace = namespace
+        ctx.inputs = len(inputs)
+        ctx.save_for_backward(g, x, scale, mask)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        # out and the state are functions of x: differentiating dx(g, x, scale) covers their share.
+        g, x, scale, mask = ctx.saved_tensors
+        namespace = ctx.namespace
+
+        def gradient(g: Tensor, x: Tensor, *scale: Tensor) -> Tensor:
+            seen = _closed_form_view(namespace, x)
+            dx = closed_form_backward(seen, g.to(seen.dtype), scale[0] if scale else None, mask)
+            return _OPS[namespace].variate_major(dx).to(x.dtype)
+
+        primals = (g, x) if scale is None else (g, x, scale)
+        _, pull = torch.func.vjp(gradient, *primals)
+        d_g, d_x, *d_scale = pull(gradients[0])
+        return (d_g, d_x, d_scale[0] if d_scale else None, *[None] * (ctx.inputs - 3))
+
+    @staticmethod
+    def vmap(
+        info: Any,
+        in_dims: tuple[Any, ...],
+        g: Tensor,
+        x: Tensor,
+        scale: Tensor | None,
+        mask: Tensor | None,
+        namespace: str,
+        *saved: Tensor,
+    ) -> tuple[Tensor, int]:
+        tensors, dims = (g, x, mask, *saved), (*in_dims[:2], in_dims[3], *in_dims[5:])
+        if in_dims[2] is not None:
+            assert scale is not None
+            samples = []
+            for i in range(info.batch_size):
+                g_i, x_i, mask_i, *saved_i = (_sample(t, d, i) for t, d in zip(tensors, dims, strict=True))
+                scale_i = _sample(scale, in_dims[2], i)
+                samples.append(_PoolBackward.apply(g_i, x_i, scale_i, mask_i, namespace, *saved_i))  # type: ignore[no-untyped-call]
+            return torch.stack(samples), 0
+        g, x, mask, *flat = (_flatten(t, d, info.batch_size) for t, d in zip(tensors, dims, strict=True))  # type: ignore[assignment]
+        dx = _PoolBackward.apply(g, x, scale, mask, namespace, *flat)  # type: ignore[no-untyped-call]
+        return dx.unflatten(0, (info.batch_size, -1)), 0
+
+
+def _sample(tensor: Tensor | None, dim: int | None, index: int) -> Tensor | None:
+    """Sample ``index`` of a batched tensor; the tensor itself where it is not batched."""
+    return tensor if tensor is None or dim is None else tensor.select(dim, index)
+
+
+def _flatten(tensor: Tensor | None, dim: int | None, samples: int) -> Tensor | None:
+    """Folds the axis that vmap added into the batch axis: items are independent of each other."""
+    if tensor is None:
+        return None
+    stacked = tensor.expand(samples, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+    return stacked.flatten(0, 1)
+
+
+# ---------------------------------------------------------------- the module
+
+
+class InvertedAttentionPoolBase(nn.Module):
+    """Pools over variates with a generated op; the package's ``InvertedAttentionPool`` fills in which.
+
+    Args:
+        scale: None for 1/sqrt(K), or a finite number.
+        learn_scale: makes the scale a parameter, starting from ``scale``.
+    """
+
+    op: GeneratedOp
+
+    def __init__(self, scale: float | None = None, learn_scale: bool = False) -> None:
+        super().__init__()
+        if scale is not None and not math.isfinite(scale):
+            raise ValueError(f"scale is {scale}; it must be finite")
+        start = 1.0 / math.sqrt(self.op.K) if scale is None else scale
+        self._given = scale
+        self.scale = nn.Parameter(torch.tensor(start, dtype=_scalar_dtype(self.op.dtype))) if learn_scale else None
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """See :meth:`GeneratedOp.__call__`."""
+        return self.op(x, self._given if self.scale is None else self.scale, mask)
+
+    def extra_repr(self) -> str:
+        learned = ", learned scale" if self.scale is not None else "" if self._given is None else f", scale={self._given}"
+        return f"{self.op.manifest['slug']}{learned}"
+
+
+def open_package(folder: str | Path) -> GeneratedOp:
+    """Opens the generated package in ``folder``.
+
+    Raises:
+        LoadError: there is no readable manifest of this schema.
+    """
+    return GeneratedOp(Path(folder))
