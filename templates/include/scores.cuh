@@ -2,20 +2,33 @@
 
 constexpr bool kRowInRegisters = kK <= kKTile;
 
-// Row h of the item: in registers where it is short enough, else read where it is staged.
+// Row h of the item, with its centre: in registers where it is short enough, else put together at each use.
 struct OwnRow {
   const Scalar* staged;
+  Centre centre;
   Scalar kept[kRowInRegisters ? kK : 1];
 
-  __device__ OwnRow(const Scalar* item, int h) : staged(item + h * kStagedH) {
+  __device__ OwnRow(const Scalar* item, int h, Centre c) : staged(item + h * kStagedH), centre(c) {
     if constexpr (kRowInRegisters) {
 #pragma unroll
-      for (int k = 0; k < kK; ++k) kept[k] = staged[k * kStagedK];
+      for (int k = 0; k < kK; ++k) kept[k] = staged[k * kStagedK] + centre.at(k);
     }
   }
   __device__ Scalar at(int k) const {
-    if constexpr (kRowInRegisters) return kept[k];
-    return staged[k * kStagedK];
+    if constexpr (kRowInRegisters) {
+      return kept[k];
+    } else {
+      return staged[k * kStagedK] + centre.at(k);
+    }
+  }
+  // <x_h, c>, what the scores of a centred item lack.
+  __device__ Scalar dot_centre() const {
+    Scalar dot = 0;
+    if (centre.used) {
+#pragma unroll(kRowInRegisters ? kK : 1)
+      for (int k = 0; k < kK; ++k) dot += at(k) * centre.at(k);
+    }
+    return dot;
   }
 };
 

@@ -12,39 +12,85 @@ struct CompensatedSum {
   }
 };
 
-// Copies row h of the item to shared memory and returns its mean over the trajectory.
+// What a thread learns of its row while staging it.
+struct StagedRow {
+  Scalar mean = 0;  // of the row as it is staged
+  bool near_first = true;  // |x_h - x_0| < |x_h| / 2
+};
+
+// Copies row h of the item to shared memory.
 // A variate that takes no part is staged as zeros: nothing of it, NaN included, can reach the others.
-__device__ inline Scalar stage_row(const Element* item, int h, bool takes_part, Scalar* staged) {
-  CompensatedSum total;
+__device__ inline StagedRow stage_row(const Element* item, int h, bool takes_part, Scalar* staged) {
   constexpr int kWidth = pack_width<Element>(kK, kInputK == 1 ? kK : 1);
   constexpr int kInFlight = sizeof(Element) == 2 ? 2 : 4;  // packs: enough to hide DRAM, few enough not to spill
   const Element* row = item + h * kInputH;
   Scalar* to = staged + h * kStagedH;
   if (!takes_part) {
     for (int k = 0; k < kK; ++k) to[k * kStagedK] = 0;
-    return 0;
+    return {};
   }
+  CompensatedSum total;
+  Scalar norm = 0, distance = 0;
+  const auto keep = [&](int k, Element element) {
+    const Scalar value = to_scalar(element);
+    const Scalar off = value - to_scalar(item[k * kInputK]);
+    to[k * kStagedK] = value;
+    total.add(value);
+    norm += value * value;
+    distance += off * off;
+  };
   // A contiguous view may start at any element: the pointer is tested, not assumed.
   if (kWidth > 1 && reinterpret_cast<unsigned long long>(item) % (kWidth * sizeof(Element)) == 0) {
 #pragma unroll kInFlight
     for (int k = 0; k < kK; k += kWidth) {
       const Pack<Element, kWidth> pack = load_pack<kWidth>(row + k);
 #pragma unroll
-      for (int lane = 0; lane < kWidth; ++lane) {
-        const Scalar value = to_scalar(pack.lane[lane]);
-        to[(k + lane) * kStagedK] = value;
-        total.add(value);
-      }
+      for (int lane = 0; lane < kWidth; ++lane) keep(k + lane, pack.lane[lane]);
     }
   } else {
 #pragma unroll 4
+    for (int k = 0; k < kK; ++k) keep(k, row[k * kInputK]);
+  }
+  return {total.sum / Scalar(kK), 4 * distance < norm};
+}
+
+// The vector c that a centred item is staged without: its first variate.
+struct Centre {
+  const Element* item;
+  bool used;
+  __device__ Scalar at(int k) const { return used ? to_scalar(item[k * kInputK]) : Scalar(0); }
+  __device__ Scalar mean() const {
+    CompensatedSum total;
+    if (used) {
+#pragma unroll 4
+      for (int k = 0; k < kK; ++k) total.add(at(k));
+    }
+    return total.sum / Scalar(kK);
+  }
+};
+
+// Stages one item and leaves the block synchronised; mean becomes that of row h as staged.
+//
+// Softmax over j does not see a vector that all x_j have in common, but float32 does: scores of a series
+// 100 +- 0.05 are off by 1e-2. Where every variate is near the first one, the item is therefore staged
+// as y = x - x_0, and s[h,j] = <x_h, y_j> + (something that depends on h alone).
+__device__ inline Centre stage_item(
+    const Element* item, int h, bool takes_part, bool first_takes_part, Scalar* staged, Scalar& mean) {
+  StagedRow row;
+  if (h < kH) row = stage_row(item, h, takes_part, staged);
+  const Centre centre{item, __syncthreads_and(first_takes_part && row.near_first) != 0};
+  if (centre.used && h < kH && takes_part) {
+    CompensatedSum total;
     for (int k = 0; k < kK; ++k) {
-      const Scalar value = to_scalar(row[k * kInputK]);
-      to[k * kStagedK] = value;
+      const Scalar value = staged[h * kStagedH + k * kStagedK] - centre.at(k);
+      staged[h * kStagedH + k * kStagedK] = value;
       total.add(value);
     }
+    row.mean = total.sum / Scalar(kK);
   }
-  return total.sum / Scalar(kK);
+  mean = row.mean;
+  __syncthreads();
+  return centre;
 }
 
 // Calls body(first variate, count) over all variates: kColumns at a time, the rest one by one.
@@ -56,6 +102,9 @@ struct Count {
 template <class Body>
 __device__ void sweep_variates(Body&& body) {
   int j = 0;
+  // The bodies are unrolled over steps already; unrolling over variates too takes nvcc half a minute.
+#pragma unroll 1
   for (; j + kColumns <= kH; j += kColumns) body(j, Count<kColumns>{});
+#pragma unroll 1
   for (; j < kH; ++j) body(j, Count<1>{});
 }
