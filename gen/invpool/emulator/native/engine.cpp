@@ -1,0 +1,629 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// engine.cpp: runs a kernel block by block, each CUDA thread as a fiber (or, as a cross-check, a std::thread).
+//
+// Compiled without sanitizers even where the kernel has them: the engine's own bookkeeping is nothing they should
+// watch. It tells them about its fibers and barriers instead, by EMULATOR_ASAN and EMULATOR_TSAN. A switch between
+// fibers orders no memory for ThreadSanitizer; only barriers do, so a missing one is seen whatever ran first.
+
+#include "engine.h"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <atomic>
+#include <barrier>
+#include <cstdio>
+#include <cstdlib>
+#include <memory>
+#include <numeric>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#ifdef EMULATOR_ASAN
+#include <sanitizer/common_interface_defs.h>
+#endif
+#ifdef EMULATOR_TSAN
+#include <sanitizer/tsan_interface.h>
+#endif
+#if !defined(__x86_64__) && !defined(EMULATOR_UCONTEXT)
+#define EMULATOR_UCONTEXT
+#endif
+#ifdef EMULATOR_UCONTEXT
+#include <ucontext.h>
+#endif
+
+__thread emulator::Index threadIdx, blockIdx, blockDim, gridDim;
+
+// What the linker makes of the kernel's __shared__ variables; null where it has none.
+extern "C" {
+extern unsigned char __start_emulated_shared[] __attribute__((weak, visibility("hidden")));
+extern unsigned char __stop_emulated_shared[] __attribute__((weak, visibility("hidden")));
+}
+
+namespace emulator {
+namespace {
+
+constexpr unsigned kWarp = 32;
+constexpr std::size_t kStackBytes = std::size_t(256) << 10;
+constexpr std::size_t kGuardBytes = 4096;
+constexpr unsigned kPoison = 0xff;  // NaN in every floating-point type, when all bytes are so
+constexpr std::size_t kMostArguments = 32;
+
+// ---- contexts: where a fiber goes on
+
+#ifdef EMULATOR_UCONTEXT
+struct Context {
+  ucontext_t state;
+};
+void start_context(Context& context, unsigned char* stack, void (*entry)()) {
+  getcontext(&context.state);
+  context.state.uc_stack.ss_sp = stack;
+  context.state.uc_stack.ss_size = kStackBytes;
+  context.state.uc_link = nullptr;
+  makecontext(&context.state, entry, 0);
+}
+void switch_context(Context& from, Context& to) { swapcontext(&from.state, &to.state); }
+#else
+struct Context {
+  void* stack_pointer;
+};
+extern "C" void emulator_switch(void** from, void* to);
+// The System V ABI lets a call destroy all but these six registers and the stack pointer.
+asm(R"(
+  .text
+  .hidden emulator_switch
+  .globl  emulator_switch
+  .type   emulator_switch, @function
+emulator_switch:
+  pushq %rbp
+  pushq %rbx
+  pushq %r12
+  pushq %r13
+  pushq %r14
+  pushq %r15
+  movq  %rsp, (%rdi)
+  movq  %rsi, %rsp
+  popq  %r15
+  popq  %r14
+  popq  %r13
+  popq  %r12
+  popq  %rbx
+  popq  %rbp
+  ret
+  .size   emulator_switch, .-emulator_switch
+)");
+void start_context(Context& context, unsigned char* stack, void (*entry)()) {
+  // Six registers, the address to return to, and a zero where the entry's caller would be (16-byte alignment).
+  void** top = reinterpret_cast<void**>(stack + kStackBytes) - 2;
+  top[0] = reinterpret_cast<void*>(entry);
+  top[1] = nullptr;
+  std::fill(top - 6, top, nullptr);
+  context.stack_pointer = top - 6;
+}
+void switch_context(Context& from, Context& to) { emulator_switch(&from.stack_pointer, to.stack_pointer); }
+#endif
+
+// ---- one launch
+
+enum class State { ready, at_block_barrier, at_warp_operation, done };
+
+struct Fiber {
+  Context context;
+  unsigned char* stack = nullptr;
+  State state = State::ready;
+  Place place{};
+  Reduction reduction{};
+  int predicate = 0;
+  unsigned mask = 0;
+  unsigned source = 0;  // the lane that a shuffle takes from
+  std::uint64_t bits = 0;  // what it gives
+  std::uint64_t received = 0;
+#ifdef EMULATOR_ASAN
+  void* fake_stack = nullptr;
+#endif
+#ifdef EMULATOR_TSAN
+  void* tsan = nullptr;
+#endif
+};
+
+struct SynchronisationPoint {
+  Place place;
+  std::uint64_t executions;  // by blocks or, for warp operations, by warps
+};
+
+struct Random {  // splitmix64
+  std::uint64_t state;
+  std::uint64_t next() {
+    std::uint64_t z = state += 0x9e3779b97f4a7c15u;
+    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
+    z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
+    return z ^ (z >> 31);
+  }
+  template <class T>
+  void shuffle(std::vector<T>& items) {
+    for (std::size_t left = items.size(); left > 1; --left) std::swap(items[left - 1], items[next() % left]);
+  }
+};
+
+struct ThreadBlock;
+
+const Launch* launch;
+const Argument* arguments;
+void (*kernel)();
+unsigned block_threads;
+unsigned char* dynamic;
+std::vector<SynchronisationPoint> points;
+// Not a mutex: ThreadSanitizer would take its lock for an order among the fibers.
+std::atomic_flag points_guard;
+std::vector<Fiber> fibers;  // kept between launches, for their stacks
+Context scheduler;
+int reduced;  // what the last block barrier returns
+unsigned block_generation;
+std::vector<unsigned> warp_generation;
+thread_local unsigned current;
+thread_local ThreadBlock* on_threads = nullptr;
+
+// Addresses that stand for barriers. Two each in turn: a thread that is late to leave one barrier must not be
+// ordered behind what others did on their way to the next.
+char block_barrier_sync[2];
+std::vector<char> warp_barrier_sync;
+char launch_sync;  // the start of a block for its threads, their end for the next block
+#ifdef EMULATOR_ASAN
+const void* scheduler_stack;
+std::size_t scheduler_stack_bytes;
+#endif
+#ifdef EMULATOR_TSAN
+void* scheduler_tsan;
+#endif
+
+void sync_release([[maybe_unused]] char* address) {
+#ifdef EMULATOR_TSAN
+  __tsan_release(address);
+#endif
+}
+void sync_acquire([[maybe_unused]] char* address) {
+#ifdef EMULATOR_TSAN
+  __tsan_acquire(address);
+#endif
+}
+
+bool same_place(const Place& a, const Place& b) {
+  return a.line == b.line && std::strcmp(a.operation, b.operation) == 0 && std::strcmp(a.file, b.file) == 0;
+}
+
+void record(const Place& place, unsigned executions) {
+  while (points_guard.test_and_set(std::memory_order_acquire)) std::this_thread::yield();
+  auto point = std::find_if(points.begin(), points.end(), [&](const auto& p) { return same_place(p.place, place); });
+  if (point == points.end()) point = points.insert(points.end(), {place, 0});
+  point->executions += executions;
+  points_guard.clear(std::memory_order_release);
+}
+
+void poison(unsigned char* from, const unsigned char* to) {
+  // Volatile: no call of memset, which sanitizers would watch.
+  for (volatile unsigned char* byte = from; byte != to; ++byte) *byte = kPoison;
+}
+
+void poison_shared() {
+  poison(dynamic, dynamic + launch->shared_bytes);
+  if (__start_emulated_shared) poison(__start_emulated_shared, __stop_emulated_shared);
+}
+
+template <std::size_t... I>
+void call_with(std::index_sequence<I...>) {
+  reinterpret_cast<void (*)(decltype(static_cast<void>(I), std::uint64_t())...)>(kernel)(arguments[I].value...);
+}
+template <std::size_t N = 0>
+void call_kernel() {
+  if constexpr (N <= kMostArguments) {
+    if (launch->argument_count == N) {
+      call_with(std::make_index_sequence<N>());
+    } else {
+      call_kernel<N + 1>();
+    }
+  }
+}
+
+Index position(std::uint64_t number, const Index& extent) {
+  return {unsigned(number % extent.x), unsigned(number / extent.x % extent.y),
+          unsigned(number / extent.x / extent.y)};
+}
+
+// ---- fibers
+
+void to_scheduler() {
+  Fiber& self = fibers[current];
+#ifdef EMULATOR_ASAN
+  __sanitizer_start_switch_fiber(&self.fake_stack, scheduler_stack, scheduler_stack_bytes);
+#endif
+#ifdef EMULATOR_TSAN
+  __tsan_switch_to_fiber(scheduler_tsan, __tsan_switch_to_fiber_no_sync);
+#endif
+  switch_context(self.context, scheduler);
+#ifdef EMULATOR_ASAN
+  __sanitizer_finish_switch_fiber(self.fake_stack, &scheduler_stack, &scheduler_stack_bytes);
+#endif
+}
+
+void run_fiber(unsigned thread) {
+  Fiber& fiber = fibers[thread];
+  current = thread;
+  threadIdx = position(thread, launch->block);
+#ifdef EMULATOR_ASAN
+  void* fake_stack = nullptr;
+  __sanitizer_start_switch_fiber(&fake_stack, fiber.stack, kStackBytes);
+#endif
+#ifdef EMULATOR_TSAN
+  __tsan_switch_to_fiber(fiber.tsan, __tsan_switch_to_fiber_no_sync);
+#endif
+  switch_context(scheduler, fiber.context);
+#ifdef EMULATOR_ASAN
+  __sanitizer_finish_switch_fiber(fake_stack, nullptr, nullptr);
+#endif
+}
+
+// A fiber's life: one block after the other.
+void fiber_main() {
+#ifdef EMULATOR_ASAN
+  __sanitizer_finish_switch_fiber(nullptr, &scheduler_stack, &scheduler_stack_bytes);
+#endif
+  for (;;) {
+    sync_acquire(&launch_sync);
+    call_kernel();
+    sync_release(&launch_sync);
+    fibers[current].state = State::done;
+    to_scheduler();
+  }
+}
+
+void make_fibers() {
+  if (fibers.size() < block_threads) fibers.resize(block_threads);
+  for (unsigned t = 0; t < block_threads; ++t) {
+    Fiber& fiber = fibers[t];
+    if (!fiber.stack) {
+      void* memory = mmap(nullptr, kGuardBytes + kStackBytes, PROT_READ | PROT_WRITE,
+                          MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+      if (memory == MAP_FAILED) {
+        std::perror("the emulator cannot have a fiber's stack");
+        std::abort();
+      }
+      mprotect(memory, kGuardBytes, PROT_NONE);  // a stack that overflows must not run into its neighbour
+      fiber.stack = static_cast<unsigned char*>(memory) + kGuardBytes;
+#ifdef EMULATOR_TSAN
+      fiber.tsan = __tsan_create_fiber(0);
+#endif
+    }
+    start_context(fiber.context, fiber.stack, fiber_main);
+  }
+}
+
+// ---- what stops a block
+
+std::string describe_threads(const std::vector<unsigned>& threads) {
+  std::string text = threads.size() == 1 ? "thread " : "threads ";
+  for (std::size_t first = 0; first < threads.size();) {
+    std::size_t last = first;
+    while (last + 1 < threads.size() && threads[last + 1] == threads[last] + 1) ++last;
+    if (first) text += ", ";
+    text += std::to_string(threads[first]);
+    if (last > first) text += "-" + std::to_string(threads[last]);
+    first = last + 1;
+  }
+  return text;
+}
+
+std::string describe(const Place& place) {
+  return std::string(place.operation) + " at " + place.file + ":" + std::to_string(place.line);
+}
+
+// Everything that keeps the block from going on, one line a group of threads.
+std::string explain_stall(std::uint64_t block) {
+  std::vector<std::pair<std::string, std::vector<unsigned>>> groups;
+  bool returned = false, in_warp = false;
+  for (unsigned t = 0; t < block_threads; ++t) {
+    const Fiber& fiber = fibers[t];
+    std::string what = "returned";
+    if (fiber.state == State::done) {
+      returned = true;
+    } else {
+      what = (fiber.state == State::at_block_barrier ? "wait at " : "wait in ") + describe(fiber.place);
+      in_warp |= fiber.state == State::at_warp_operation;
+      if (fiber.state == State::at_warp_operation) {
+        char mask[32];
+        std::snprintf(mask, sizeof mask, " with mask 0x%08x", fiber.mask);
+        what += mask;
+      }
+    }
+    auto group = std::find_if(groups.begin(), groups.end(), [&](const auto& g) { return g.first == what; });
+    if (group == groups.end()) group = groups.insert(groups.end(), {what, {}});
+    group->second.push_back(t);
+  }
+  std::string text = in_warp    ? "a warp operation was not reached by all lanes of its mask"
+                     : returned ? "part of the block returned before a barrier"
+                                : "the block diverged: its threads wait at different barriers";
+  text += " (block " + std::to_string(block) + ")";
+  for (const auto& [what, threads] : groups) text += "\n  " + describe_threads(threads) + ": " + what;
+  return text;
+}
+
+// Lets the warps go on whose operation is complete. Returns whether any did.
+bool finish_warp_operations() {
+  bool any = false;
+  for (unsigned base = 0; base < block_threads; base += kWarp) {
+    const unsigned lanes = std::min(kWarp, block_threads - base);
+    for (unsigned leader = 0; leader < lanes; ++leader) {
+      const Fiber first = fibers[base + leader];  // a copy: finishing changes the fibers
+      if (first.state != State::at_warp_operation) continue;
+      bool complete = true;
+      for (unsigned lane = 0; lane < lanes; ++lane) {
+        const Fiber& other = fibers[base + lane];
+        if (first.mask >> lane & 1) {
+          complete &= other.state == State::at_warp_operation && other.mask == first.mask &&
+                      same_place(other.place, first.place);
+        }
+      }
+      if (!complete) continue;
+      for (unsigned lane = 0; lane < lanes; ++lane) {
+        Fiber& fiber = fibers[base + lane];
+        if (!(first.mask >> lane & 1)) continue;
+        // A lane beyond the block or the mask has nothing to give: CUDA leaves the value open, here it is poison.
+        const bool given = fiber.source < lanes && (first.mask >> fiber.source & 1);
+        fiber.received = given ? fibers[base + fiber.source].bits : ~std::uint64_t(0);
+        fiber.state = State::ready;
+      }
+      ++warp_generation[base / kWarp];
+      record(first.place, 1);
+      any = true;
+    }
+  }
+  return any;
+}
+
+int reduce(Reduction reduction, const std::vector<int>& predicates) {
+  const auto set = std::count_if(predicates.begin(), predicates.end(), [](int p) { return p != 0; });
+  switch (reduction) {
+    case Reduction::conjunction:
+      return set == static_cast<long>(predicates.size());
+    case Reduction::disjunction:
+      return set != 0;
+    case Reduction::count:
+      return static_cast<int>(set);
+    case Reduction::none:
+      break;
+  }
+  return 0;
+}
+
+// Lets the block go on if all of its threads wait at the same barrier. Returns whether they did.
+bool finish_block_barrier() {
+  const Fiber& first = fibers[0];
+  for (unsigned t = 0; t < block_threads; ++t) {
+    if (fibers[t].state != State::at_block_barrier || !same_place(fibers[t].place, first.place)) return false;
+  }
+  std::vector<int> predicates(block_threads);
+  for (unsigned t = 0; t < block_threads; ++t) predicates[t] = fibers[t].predicate;
+  reduced = reduce(first.reduction, predicates);
+  for (unsigned t = 0; t < block_threads; ++t) fibers[t].state = State::ready;
+  ++block_generation;
+  record(first.place, 1);
+  if (count_barrier) count_barrier();
+  return true;
+}
+
+// Returns an empty text, or why the block cannot go on.
+std::string run_block_on_fibers(std::uint64_t block, Random& random) {
+  std::vector<unsigned> order(block_threads);
+  std::iota(order.begin(), order.end(), 0u);
+  for (unsigned t = 0; t < block_threads; ++t) fibers[t].state = State::ready;
+  sync_release(&launch_sync);
+  for (;;) {
+    random.shuffle(order);  // no order of the threads between two barriers is promised
+    for (const unsigned thread : order) {
+      if (fibers[thread].state == State::ready) run_fiber(thread);
+    }
+    const bool all_done = std::all_of(fibers.begin(), fibers.begin() + block_threads,
+                                      [](const Fiber& fiber) { return fiber.state == State::done; });
+    if (all_done) break;
+    if (!finish_warp_operations() && !finish_block_barrier()) return explain_stall(block);
+  }
+  sync_acquire(&launch_sync);
+  return {};
+}
+
+}  // namespace
+
+// ---- the cross-check: a std::thread for each CUDA thread. It finds no fault; it must agree on kernels without.
+
+namespace {
+
+struct Meeting {
+  explicit Meeting(unsigned members) : barrier(members) {}
+  std::barrier<> barrier;
+  std::uint64_t values[kWarp] = {};
+};
+
+struct ThreadBlock {
+  explicit ThreadBlock(unsigned threads) : barrier(threads), predicates(threads) {
+    for (unsigned base = 0; base < threads; base += kWarp) {
+      warps.push_back(std::make_unique<Meeting>(std::min(kWarp, threads - base)));
+    }
+  }
+  std::barrier<> barrier;
+  std::vector<int> predicates;
+  std::vector<std::unique_ptr<Meeting>> warps;
+
+  int wait(const Place& place, Reduction reduction, int predicate) {
+    predicates[current] = predicate;
+    barrier.arrive_and_wait();
+    const int result = reduce(reduction, predicates);
+    if (current == 0) record(place, 1);
+    barrier.arrive_and_wait();  // nobody may set the next predicate before all have read
+    return result;
+  }
+  std::uint64_t exchange(const Place& place, std::uint64_t bits, unsigned source) {
+    Meeting& warp = *warps[current / kWarp];
+    warp.values[current % kWarp] = bits;
+    warp.barrier.arrive_and_wait();
+    const std::uint64_t result = warp.values[source];
+    if (current % kWarp == 0) record(place, 1);
+    warp.barrier.arrive_and_wait();
+    return result;
+  }
+};
+
+void run_block_on_threads() {
+  ThreadBlock state(block_threads);
+  const Index block = blockIdx;
+  std::vector<std::thread> threads;
+  for (unsigned t = 0; t < block_threads; ++t) {
+    threads.emplace_back([&state, block, t] {
+      on_threads = &state;
+      current = t;
+      threadIdx = position(t, launch->block);
+      blockIdx = block;
+      blockDim = launch->block;
+      gridDim = launch->grid;
+      call_kernel();
+      state.warps[t / kWarp]->barrier.arrive_and_drop();
+      state.barrier.arrive_and_drop();
+    });
+  }
+  for (auto& thread : threads) thread.join();
+}
+
+bool is_ignored(const Place& place) {
+  if (place.line != launch->ignored_line) return false;
+  record(place, 0);
+  return true;
+}
+
+}  // namespace
+
+// ---- what the kernel calls
+
+unsigned current_thread() { return current; }
+unsigned lane() { return current % kWarp; }
+unsigned char* dynamic_shared() { return dynamic; }
+const Launch& current_launch() { return *launch; }
+const Argument* current_arguments() { return arguments; }
+
+bool is_shared(std::uintptr_t address) {
+  const auto within = [address](const unsigned char* from, const unsigned char* to) {
+    return address >= reinterpret_cast<std::uintptr_t>(from) && address < reinterpret_cast<std::uintptr_t>(to);
+  };
+  return within(dynamic, dynamic + launch->shared_bytes) || within(__start_emulated_shared, __stop_emulated_shared);
+}
+
+int block_barrier(const Place& place, Reduction reduction, int predicate) {
+  if (is_ignored(place)) return predicate;
+  if (on_threads) return on_threads->wait(place, reduction, predicate);
+  Fiber& self = fibers[current];
+  char* const sync = &block_barrier_sync[block_generation % 2];
+  self.place = place;
+  self.reduction = reduction;
+  self.predicate = predicate;
+  self.state = State::at_block_barrier;
+  sync_release(sync);
+  to_scheduler();
+  sync_acquire(sync);
+  return reduced;
+}
+
+void warp_barrier(const Place& place, unsigned mask) {
+  if (is_ignored(place)) return;
+  if (on_threads) {
+    on_threads->exchange(place, 0, 0);
+    return;
+  }
+  Fiber& self = fibers[current];
+  const unsigned warp = current / kWarp;
+  char* const sync = &warp_barrier_sync[2 * warp + warp_generation[warp] % 2];
+  self.place = place;
+  self.mask = mask;
+  self.state = State::at_warp_operation;
+  sync_release(sync);
+  to_scheduler();
+  sync_acquire(sync);
+}
+
+std::uint64_t warp_exchange(const Place& place, unsigned mask, std::uint64_t bits, unsigned source) {
+  if (on_threads) return on_threads->exchange(place, bits, source);
+  Fiber& self = fibers[current];
+  self.place = place;
+  self.mask = mask;
+  self.bits = bits;
+  self.source = source;
+  self.state = State::at_warp_operation;
+  to_scheduler();
+  return self.received;
+}
+
+}  // namespace emulator
+
+// ---- what the host calls
+
+using namespace emulator;
+
+int emulator_launch(void (*entry)(), const Launch* wanted, const Argument* given, char* text, std::uint64_t room) {
+  launch = wanted;
+  arguments = given;
+  kernel = entry;
+  block_threads = launch->block.x * launch->block.y * launch->block.z;
+  if (launch->argument_count > kMostArguments) {
+    std::snprintf(text, room, "the kernel takes %llu arguments; the emulator passes at most %zu",
+                  static_cast<unsigned long long>(launch->argument_count), kMostArguments);
+    return 1;
+  }
+  points.clear();
+  warp_generation.assign((block_threads + kWarp - 1) / kWarp, 0);
+  warp_barrier_sync.assign(2 * warp_generation.size(), 0);
+  void* memory = nullptr;
+  // Exactly as many bytes as the launch asks for: AddressSanitizer guards both ends.
+  if (posix_memalign(&memory, 128, std::max<std::size_t>(launch->shared_bytes, 1))) std::abort();
+  dynamic = static_cast<unsigned char*>(memory);
+#ifdef EMULATOR_TSAN
+  scheduler_tsan = __tsan_get_current_fiber();
+#endif
+  if (!launch->on_threads) make_fibers();
+  if (count_begin_launch) count_begin_launch();
+
+  Random random{launch->seed};
+  std::vector<std::uint64_t> blocks(std::uint64_t(launch->grid.x) * launch->grid.y * launch->grid.z);
+  std::iota(blocks.begin(), blocks.end(), std::uint64_t(0));
+  random.shuffle(blocks);
+  blockDim = launch->block;
+  gridDim = launch->grid;
+  std::string stalled;
+  for (const std::uint64_t block : blocks) {
+    blockIdx = position(block, launch->grid);
+    poison_shared();
+    if (launch->on_threads) {
+      run_block_on_threads();
+    } else {
+      if (count_begin_block) count_begin_block();
+      stalled = run_block_on_fibers(block, random);
+      if (!stalled.empty()) break;
+      if (count_end_block) count_end_block();
+    }
+  }
+  std::free(memory);
+  if (!stalled.empty()) {
+    std::snprintf(text, room, "%s", stalled.c_str());
+    return 1;
+  }
+  std::string report = "{\"points\": [";
+  for (const auto& point : points) {
+    if (&point != &points.front()) report += ", ";
+    report += "{\"operation\": \"" + std::string(point.place.operation) + "\", \"file\": \"" + point.place.file +
+              "\", \"line\": " + std::to_string(point.place.line) +
+              ", \"executions\": " + std::to_string(point.executions) + "}";
+  }
+  report += "]";
+  int used = std::snprintf(text, room, "%s", report.c_str());
+  if (count_report) used += count_report(text + used, room - used);
+  std::snprintf(text + used, room - used, "}");
+  return 0;
+}
