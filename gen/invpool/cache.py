@@ -6,6 +6,7 @@
 An entry is built in a temporary folder beside its place and the *folder* is renamed, under a lock
 held over the compile, so nobody sees half an entry; ``meta.json`` holds the hash of the code and a
 folder whose code does not match it is a miss. The nvcc version is a level of its own so that a hit needs no nvcc.
+What the emulator builds with g++ lies beside it, under ``<root>/emulated``, kept by the same functions.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import os
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -34,7 +35,8 @@ CACHE_VARIABLE: Final = "INVPOOL_CACHE_DIR"
 _SCHEMA: Final = 1
 
 
-def _writable(folder: Path) -> bool:
+def is_writable(folder: Path) -> bool:
+    """Whether files can be made in a folder, which is made where it is missing."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -106,7 +108,7 @@ class KernelCache:
         compiled = self._read(place, target)
         if compiled:
             return compiled
-        if not _writable(folder):
+        if not is_writable(folder):
             if not self._warned:
                 self._warned = True
                 log.warning("cache %s cannot be written; kernels are kept in memory only (set %s)", self.root, CACHE_VARIABLE)
@@ -115,7 +117,7 @@ class KernelCache:
             compiled = self._read(place, target)
             if compiled:
                 return compiled
-            self._sweep_leftovers(folder, version)
+            sweep_leftovers(place)
             compiled = self._compile(source, target)
             self._write(place, source, target, compiled, version)
         return compiled
@@ -127,49 +129,72 @@ class KernelCache:
 
     @staticmethod
     def _read(place: Path, target: Target) -> Compiled | None:
-        """An entry that is whole and matches its recorded hash; anything else is a miss."""
-        try:
-            meta: dict[str, Any] = json.loads((place / "meta.json").read_text(encoding="utf-8"))
-            code = (place / f"kernel.{target.kind}").read_bytes()
-            if meta["schema"] != _SCHEMA or meta["sha256"] != hashlib.sha256(code).hexdigest():
-                return None
-            return Compiled(code, Resources(**meta["resources"]) if meta["resources"] else None)
-        except (OSError, ValueError, KeyError, TypeError):
+        entry = read_entry(place, f"kernel.{target.kind}")
+        if entry is None:
             return None
-
-    @staticmethod
-    def _sweep_leftovers(folder: Path, version: str) -> None:
-        """Under the lock, a temporary folder or an unreadable entry belongs to nobody alive."""
-        for stale in (*folder.glob("tmp-*"), folder / version):
-            shutil.rmtree(stale, ignore_errors=True)
+        code, meta = entry
+        try:
+            return Compiled(code, Resources(**meta["resources"]) if meta["resources"] else None)
+        except (KeyError, TypeError):
+            return None
 
     @staticmethod
     def _write(place: Path, source: str, target: Target, compiled: Compiled, version: str) -> None:
         meta = {
-            "schema": _SCHEMA,
-            "generator": __version__,
             "nvcc": version,
             "target": target.name,
             "flags": list(CODE_FLAGS),
-            "sha256": hashlib.sha256(compiled.code).hexdigest(),
             "resources": dataclasses.asdict(compiled.resources) if compiled.resources else None,
         }
-        try:
-            folder = Path(tempfile.mkdtemp(prefix="tmp-", dir=place.parent))
-            write_durably(folder / "kernel.cu", source.encode())
-            write_durably(folder / f"kernel.{target.kind}", compiled.code)
-            write_durably(folder / "meta.json", (json.dumps(meta, indent=1, sort_keys=True) + "\n").encode())
-            folder.chmod(0o755)
-            folder.rename(place)
-        except OSError as error:
-            log.warning("cache entry %s could not be written (%s); the kernel is kept in memory only", place, error)
+        files = {"kernel.cu": source.encode(), f"kernel.{target.kind}": compiled.code}
+        if not write_entry(place, files, f"kernel.{target.kind}", meta):
+            log.warning("the kernel is kept in memory only")
+
+
+def read_entry(place: Path, code_name: str) -> tuple[bytes, dict[str, Any]] | None:
+    """The code and the meta data of an entry that is whole and matches its recorded hash; anything else is a miss."""
+    try:
+        meta: dict[str, Any] = json.loads((place / "meta.json").read_text(encoding="utf-8"))
+        code = (place / code_name).read_bytes()
+        if meta["schema"] != _SCHEMA or meta["sha256"] != hashlib.sha256(code).hexdigest():
+            return None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return code, meta
+
+
+def sweep_leftovers(place: Path) -> None:
+    """Under the entry's lock, a temporary folder or an unreadable entry belongs to nobody alive."""
+    for stale in (*place.parent.glob("tmp-*"), place):
+        shutil.rmtree(stale, ignore_errors=True)
+
+
+def write_entry(place: Path, files: Mapping[str, bytes], code_name: str, meta: Mapping[str, Any]) -> bool:
+    """Puts an entry in place whole; False, after a warning, where that cannot be done. The caller holds its lock."""
+    recorded = {
+        "schema": _SCHEMA,
+        "generator": __version__,
+        "sha256": hashlib.sha256(files[code_name]).hexdigest(),
+        **meta,
+    }
+    try:
+        folder = Path(tempfile.mkdtemp(prefix="tmp-", dir=place.parent))
+        for name, data in files.items():
+            write_durably(folder / name, data)
+        write_durably(folder / "meta.json", (json.dumps(recorded, indent=1, sort_keys=True) + "\n").encode())
+        folder.chmod(0o755)  # mkdtemp made it for us alone
+        folder.rename(place)
+    except OSError as error:
+        log.warning("cache entry %s could not be written: %s", place, error)
+        return False
+    return True
 
 
 def lock_for(name: str, root: Path | None = None) -> filelock.BaseFileLock:
     """A lock among processes that share the cache root; in a private temporary folder where that cannot be written."""
     root = root or default_root()
     locks = root / "locks"
-    if not _writable(locks):
+    if not is_writable(locks):
         locks = Path(tempfile.gettempdir(), f"invpool-{os.getuid()}", "locks")
         locks.mkdir(parents=True, exist_ok=True)
     return filelock.FileLock(locks / f"{hashlib.sha256(name.encode()).hexdigest()}.lock")

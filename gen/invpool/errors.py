@@ -21,11 +21,19 @@ class TemplateError(InvpoolError):
 
 
 class CompilerNotFoundError(InvpoolError):
-    """No nvcc could be found."""
+    """No nvcc, or for the emulator no g++, could be found."""
 
 
 class CompileError(InvpoolError):
-    """nvcc refused a source. The message starts with the first real error line."""
+    """nvcc or g++ refused a source. The message starts with the first real error line."""
+
+
+class EmulationError(InvpoolError):
+    """A kernel on the emulator did what CUDA forbids, or left an output unwritten; the message says where."""
+
+
+class SanitizerError(EmulationError):
+    """A sanitizer stopped a kernel on the emulator. The message starts with its finding, its report follows."""
 
 
 class OutputError(InvpoolError):

@@ -170,7 +170,8 @@ thread_local ThreadBlock* on_threads = nullptr;
 // ordered behind what others did on their way to the next.
 char block_barrier_sync[2];
 std::vector<char> warp_barrier_sync;
-char launch_sync;  // the start of a block for its threads, their end for the next block
+// Not one address for both: a thread that starts late must not be ordered behind one that has ended.
+char block_start_sync, block_end_sync;
 #ifdef EMULATOR_ASAN
 const void* scheduler_stack;
 std::size_t scheduler_stack_bytes;
@@ -271,9 +272,9 @@ void fiber_main() {
   __sanitizer_finish_switch_fiber(nullptr, &scheduler_stack, &scheduler_stack_bytes);
 #endif
   for (;;) {
-    sync_acquire(&launch_sync);
+    sync_acquire(&block_start_sync);
     call_kernel();
-    sync_release(&launch_sync);
+    sync_release(&block_end_sync);
     fibers[current].state = State::done;
     to_scheduler();
   }
@@ -418,7 +419,7 @@ std::string run_block_on_fibers(std::uint64_t block, Random& random) {
   std::vector<unsigned> order(block_threads);
   std::iota(order.begin(), order.end(), 0u);
   for (unsigned t = 0; t < block_threads; ++t) fibers[t].state = State::ready;
-  sync_release(&launch_sync);
+  sync_release(&block_start_sync);
   for (;;) {
     random.shuffle(order);  // no order of the threads between two barriers is promised
     for (const unsigned thread : order) {
@@ -429,7 +430,7 @@ std::string run_block_on_fibers(std::uint64_t block, Random& random) {
     if (all_done) break;
     if (!finish_warp_operations() && !finish_block_barrier()) return explain_stall(block);
   }
-  sync_acquire(&launch_sync);
+  sync_acquire(&block_end_sync);
   return {};
 }
 

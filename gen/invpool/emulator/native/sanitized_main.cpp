@@ -19,9 +19,12 @@
 
 #include "engine.h"
 
-extern "C" void EMULATOR_ENTRY();
+// The kernel; the linker is told its name.
+extern "C" void emulator_entry();
 
 namespace {
+
+constexpr std::uint64_t kFront = 16;  // malloc's own alignment
 
 struct Requested {
   std::uint64_t value, bytes, misalignment;
@@ -49,19 +52,21 @@ int main(int, char** argv) {
   for (const auto& one : requested) {
     emulator::Argument argument{one.value, one.bytes};
     if (one.bytes) {
-      // The end of the allocation is the end of the array, and what lies before a misaligned one is off limits.
-      auto* memory = static_cast<unsigned char*>(std::malloc(one.misalignment + one.bytes));
+      // The end of the allocation is the end of the array. What lies before it is off limits too, to the last
+      // multiple of eight bytes: AddressSanitizer knows no finer start.
+      const std::uint64_t offset = one.misalignment ? kFront + one.misalignment : 0;
+      auto* memory = static_cast<unsigned char*>(std::malloc(offset + one.bytes));
 #ifdef EMULATOR_ASAN
-      __asan_poison_memory_region(memory, one.misalignment);
+      __asan_poison_memory_region(memory, offset / 8 * 8);
 #endif
-      argument.value = reinterpret_cast<std::uintptr_t>(memory + one.misalignment);
-      exactly(std::fread(memory + one.misalignment, 1, one.bytes, file) == one.bytes, "read");
+      argument.value = reinterpret_cast<std::uintptr_t>(memory + offset);
+      exactly(std::fread(memory + offset, 1, one.bytes, file) == one.bytes, "read");
     }
     arguments.push_back(argument);
   }
 
   std::string text(1 << 16, '\0');
-  const int failed = emulator_launch(EMULATOR_ENTRY, &launch, arguments.data(), text.data(), text.size());
+  const int failed = emulator_launch(emulator_entry, &launch, arguments.data(), text.data(), text.size());
   std::puts(text.c_str());
   if (failed) return 1;
   std::fseek(file, contents, SEEK_SET);
