@@ -74,7 +74,9 @@ def test_a_warp_barrier_does_not_order_two_warps() -> None:
 
 
 def test_a_shuffle_orders_no_memory() -> None:
-    body = REVERSE.replace("__syncthreads()", "__shfl_sync(0xffffffffu, 0, 0)").replace("63 - threadIdx.x", "threadIdx.x ^ 1")
+    body = REVERSE.replace("__syncthreads()", "__shfl_sync(0xffffffffu, 0, 0)").replace(
+        "63 - threadIdx.x", "threadIdx.x ^ 1"
+    )
     with pytest.raises(SanitizerError, match="ThreadSanitizer: data race"):
         launch(kernel(body, "thread"))
 
@@ -105,7 +107,9 @@ def test_out_of_bounds_is_found_with_file_and_line(body: str, kind: str) -> None
 
 def test_an_index_beyond_a_static_array_is_found_by_its_type() -> None:
     body = REVERSE.replace("63 - threadIdx.x", "64 - threadIdx.x")
-    with pytest.raises(SanitizerError, match=r"kernel.cu:6:\d+: runtime error: index 64 out of bounds for type 'float \[64\]'"):
+    with pytest.raises(
+        SanitizerError, match=r"kernel.cu:6:\d+: runtime error: index 64 out of bounds for type 'float \[64\]'"
+    ):
         launch(kernel(body, "address"))
 
 
@@ -180,7 +184,9 @@ def test_shared_memory_is_poisoned_between_blocks(storage: str) -> None:
 
 
 def test_unwritten_output_is_named() -> None:
-    with pytest.raises(EmulationError, match=r"24 of 64 elements of argument 1 are poison, first at \[40\]: never written"):
+    with pytest.raises(
+        EmulationError, match=r"24 of 64 elements of argument 1 are poison, first at \[40\]: never written"
+    ):
         launch(kernel("  if (threadIdx.x < 40) out[threadIdx.x] = x[threadIdx.x];\n"))
 
 

@@ -78,9 +78,9 @@ def test_points_are_counted_by_block() -> None:
         ("__syncthreads_or", 3),
         ("__syncthreads_count", 3),
     ]
-    assert [REDUCTIONS.splitlines()[p.line - 1].strip().partition(" = ")[2].partition("(")[0] for p in launched.points] == [
-        p.operation for p in launched.points
-    ]
+    assert [
+        REDUCTIONS.splitlines()[p.line - 1].strip().partition(" = ")[2].partition("(")[0] for p in launched.points
+    ] == [p.operation for p in launched.points]
 
 
 def test_tensors_and_arrays_are_changed_in_place() -> None:

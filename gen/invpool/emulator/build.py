@@ -6,6 +6,7 @@ first in the process (``address``, ``thread``). Both are cached like cubins, und
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import importlib.metadata
@@ -95,7 +96,9 @@ def gxx_version(gxx: Path) -> str:
         CompilerNotFoundError: the program does not answer like g++.
     """
     try:
-        text = subprocess.run([gxx, "-dumpfullversion"], capture_output=True, text=True, timeout=60).stdout.strip()
+        text = subprocess.run(
+            [gxx, "-dumpfullversion"], check=False, capture_output=True, text=True, timeout=60
+        ).stdout.strip()
     except OSError as error:
         raise CompilerNotFoundError(f"{gxx} cannot be run: {error}; {_HINT}") from error
     if not re.fullmatch(r"\d+(\.\d+)*", text):
@@ -124,10 +127,8 @@ def _cuda_include() -> Path:
         CompilerNotFoundError: there is none; kernels of 16-bit elements need it.
     """
     candidates: list[Path] = []
-    try:
+    with contextlib.suppress(CompilerNotFoundError):
         candidates.append(find_nvcc().resolve().parents[1] / "include")
-    except CompilerNotFoundError:
-        pass
     for package in ("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu12"):
         try:
             files = importlib.metadata.files(package) or []
@@ -145,12 +146,14 @@ def _cuda_include() -> Path:
 
 def _run_gxx(argv: Sequence[str], folder: Path, source: Path) -> None:
     try:
-        run = subprocess.run(argv, cwd=folder, capture_output=True, text=True, timeout=_TIMEOUT)
+        run = subprocess.run(argv, check=False, cwd=folder, capture_output=True, text=True, timeout=_TIMEOUT)
     except subprocess.TimeoutExpired as error:
         raise CompileError(f"g++ did not finish in {_TIMEOUT:.0f} s\n  command: {' '.join(argv)}") from error
     if run.returncode:
         lines = [line for line in (run.stdout + run.stderr).splitlines() if line.strip()]
-        first = next((line for line in lines if re.search(r"\berror\b|undefined reference", line)), "g++ failed without a word")
+        first = next(
+            (line for line in lines if re.search(r"\berror\b|undefined reference", line)), "g++ failed without a word"
+        )
         raise CompileError(
             f"{first}\n  command: {' '.join(argv)}\n  source:  {source}\n"
             "  hint:    the emulator knows a part of CUDA: docs/emulator.md lists it"
@@ -235,28 +238,35 @@ def build_kernel(source: str, entry: str, build: Build, portable_switch: bool = 
         The shared library, or the executable of a sanitized build.
 
     Raises:
-        CompileError: g++ refused the source. CompilerNotFoundError: there is no g++, or no CUDA header for a 16-bit type.
+        CompileError: g++ refused the source.
+        CompilerNotFoundError: there is no g++, or no CUDA header for a 16-bit type.
     """
     gxx = find_gxx()
     version = gxx_version(gxx)
     engine = _engine(gxx, version, build, ("-DEMULATOR_UCONTEXT",) if portable_switch else ())
     headers = {name: data for name, data in _native_files().items() if name.endswith(".h")}
-    flags = (*_COMMON_FLAGS, *_KERNEL_FLAGS[build])
-    link = (*_LINK_FLAGS[build], *((f"-Wl,--defsym=emulator_entry={entry}",) if build in SANITIZED else ()))
     include = _cuda_include() if re.search(r"#include <cuda_", source) else None
-    parts = [build, *flags, *link, *_digests(headers), engine.read_bytes(), source]
-    if include:
-        parts += [(include / name).read_bytes() for name in ("cuda_fp16.h", "cuda_bf16.h")]
     name = "kernel" if build in SANITIZED else "kernel.so"
+
+    def commands(gxx: Path, folder: Path, engine: Path, include: Path | None) -> list[list[str]]:
+        compile_argv = [
+            *(str(gxx), *_COMMON_FLAGS, *_KERNEL_FLAGS[build], f"-ffile-prefix-map={folder}=."),
+            *(("-isystem", str(include)) if include else ()),
+            *("-include", "cuda_on_cpu.h", "-I.", "-x", "c++", "-c", "kernel.cu", "-o", "kernel.o"),
+        ]
+        entry_flag = (f"-Wl,--defsym=emulator_entry={entry}",) if build in SANITIZED else ()
+        return [compile_argv, [str(gxx), "kernel.o", str(engine), *_LINK_FLAGS[build], *entry_flag, "-o", name]]
+
+    # The key knows what is run and what it reads, but no paths.
+    placeholder = Path("path")
+    parts: list[str | bytes] = [word for argv in commands(*[placeholder] * 4) for word in argv]
+    parts += [*_digests(headers), engine.read_bytes(), source]
+    if include:
+        parts += [(include / header).read_bytes() for header in ("cuda_fp16.h", "cuda_bf16.h")]
 
     def make(folder: Path) -> None:
         log.info("compiling %s for the emulator (%s)", entry, build)
-        argv = [
-            *(str(gxx), *flags, f"-ffile-prefix-map={folder}=."),
-            *(("-isystem", str(include)) if include else ()),
-            *("-include", "cuda_on_cpu.h", "-I.", "-x", "c++", "kernel.cu", "-x", "none", str(engine)),
-            *(*link, "-o", name),
-        ]
-        _run_gxx(argv, folder, folder / "kernel.cu")
+        for argv in commands(gxx, folder, engine, include):
+            _run_gxx(argv, folder, folder / "kernel.cu")
 
     return _built(_key(*parts), version, name, {"kernel.cu": source.encode(), **headers}, make)

@@ -110,7 +110,9 @@ class _Memory:
     def of(cls, array: Any, position: int) -> _Memory:
         if hasattr(array, "data_ptr"):
             if array.device.type != "cpu" or not array.is_contiguous():
-                raise ValueError(f"argument {position} is a tensor on {array.device}; it must be contiguous, on the cpu")
+                raise ValueError(
+                    f"argument {position} is a tensor on {array.device}; it must be contiguous, on the cpu"
+                )
             return cls(array.data_ptr(), array.numel() * array.element_size())
         if hasattr(array, "__array_interface__"):
             if not array.flags["C_CONTIGUOUS"]:
@@ -278,15 +280,19 @@ class EmulatedKernel:
                 "was read before it was written"
             )
 
-    def _require_same(self, arrays: Sequence[Any], one: list[bytes], other: list[bytes], seed: int, second: int) -> None:
+    def _require_same(
+        self, arrays: Sequence[Any], one: list[bytes], other: list[bytes], seed: int, second: int
+    ) -> None:
         for position, (array, a, b) in enumerate(zip(arrays, one, other, strict=True)):
             if a == b:
                 continue
             size = len(a) // _elements(array)
-            first = next(i for i in range(_elements(array)) if a[i * size : (i + 1) * size] != b[i * size : (i + 1) * size])
+            first = next(
+                i for i in range(_elements(array)) if a[i * size : (i + 1) * size] != b[i * size : (i + 1) * size]
+            )
             raise EmulationError(
-                f"{self.entry}: argument {position} depends on the order of blocks or threads: seeds {seed} and {second} "
-                f"first differ at {_coordinates(first, array.shape)}"
+                f"{self.entry}: argument {position} depends on the order of blocks or threads: "
+                f"seeds {seed} and {second} first differ at {_coordinates(first, array.shape)}"
             )
 
     def _run(self, launch: _Launch, values: Sequence[int], memory: Sequence[_Memory | None]) -> dict[str, Any]:
@@ -297,9 +303,7 @@ class EmulatedKernel:
         report: dict[str, Any] = json.loads(text)
         return report
 
-    def _run_here(
-        self, launch: _Launch, values: Sequence[int], memory: Sequence[_Memory | None]
-    ) -> tuple[int, str]:
+    def _run_here(self, launch: _Launch, values: Sequence[int], memory: Sequence[_Memory | None]) -> tuple[int, str]:
         library = self._library
         assert library is not None
         pairs: list[int] = []
@@ -312,9 +316,7 @@ class EmulatedKernel:
             failed = library.emulator_launch(entry, ctypes.byref(launch), packed, text, ctypes.c_uint64(_REPORT_BYTES))
         return failed, text.value.decode()
 
-    def _run_apart(
-        self, launch: _Launch, values: Sequence[int], memory: Sequence[_Memory | None]
-    ) -> tuple[int, str]:
+    def _run_apart(self, launch: _Launch, values: Sequence[int], memory: Sequence[_Memory | None]) -> tuple[int, str]:
         """One launch in a process of its own: see native/sanitized_main.cpp for what is exchanged."""
         with tempfile.TemporaryDirectory(prefix="invpool-") as folder:
             request = Path(folder, "request")
@@ -330,6 +332,7 @@ class EmulatedKernel:
             try:
                 run = subprocess.run(
                     [self.path, request],
+                    check=False,
                     capture_output=True,
                     text=True,
                     errors="replace",

@@ -295,6 +295,9 @@ void make_fibers() {
       fiber.stack = static_cast<unsigned char*>(memory) + kGuardBytes;
 #ifdef EMULATOR_TSAN
       fiber.tsan = __tsan_create_fiber(0);
+      char name[32];
+      std::snprintf(name, sizeof name, "CUDA thread %u", t);
+      __tsan_set_fiber_name(fiber.tsan, name);
 #endif
     }
     start_context(fiber.context, fiber.stack, fiber_main);
