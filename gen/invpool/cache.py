@@ -109,7 +109,9 @@ class KernelCache:
         if not _writable(folder):
             if not self._warned:
                 self._warned = True
-                log.warning("cache %s cannot be written; kernels are kept in memory only (set %s)", self.root, CACHE_VARIABLE)
+                log.warning(
+                    "cache %s cannot be written; kernels are kept in memory only (set %s)", self.root, CACHE_VARIABLE
+                )
             return self._compile(source, target)
         with lock_for(key, self.root):
             compiled = self._read(place, target)
@@ -121,7 +123,9 @@ class KernelCache:
         return compiled
 
     def _compile(self, source: str, target: Target) -> Compiled:
-        entry = next((line.split("(")[0] for line in source.splitlines() if "_bhk(" in line or "_bkh(" in line), "kernel")
+        entry = next(
+            (line.split("(")[0] for line in source.splitlines() if "_bhk(" in line or "_bkh(" in line), "kernel"
+        )
         log.info("compiling %s for %s", entry.strip(), target.name)
         return self._compiler(source, target)
 
