@@ -35,7 +35,7 @@ _C_TYPES: Final = {
     "B": "long long",
 }
 # What forward writes, backward only reads.
-_READ_BACK: Final = {name: "const Scalar* __restrict__" for name in ("out", "lse", "attn")}
+_READ_BACK: Final = dict.fromkeys(("out", "lse", "attn"), "const Scalar* __restrict__")
 
 
 def state_names(spec: PoolSpec, saves_attention: bool) -> tuple[str, ...]:

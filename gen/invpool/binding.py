@@ -1,6 +1,6 @@
 """The generated package: what lies in ``build/<slug>/`` and how it gets there whole or not at all.
 
-    __init__.py  runtime.py  manifest.json  <kernel>.cu  <kernel>.<target>.cubin  <kernel>.<target>.ptx  proof.json
+__init__.py  runtime.py  manifest.json  <kernel>.cu  <kernel>.<target>.cubin  <kernel>.<target>.ptx  proof.json
 """
 
 from __future__ import annotations

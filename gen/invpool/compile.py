@@ -112,7 +112,7 @@ def nvcc_version(nvcc: Path) -> str:
         CompilerNotFoundError: the program does not answer like nvcc.
     """
     try:
-        text = subprocess.run([nvcc, "--version"], capture_output=True, text=True, timeout=60).stdout
+        text = subprocess.run([nvcc, "--version"], check=False, capture_output=True, text=True, timeout=60).stdout
     except OSError as error:
         raise CompilerNotFoundError(f"{nvcc} cannot be run: {error}; {_HINT}") from error
     match = re.search(r"release [\d.]+, V([\d.]+)", text)
@@ -175,9 +175,11 @@ def _compile_with_subprocess(source: str, target: Target, nvcc: Path) -> Compile
     kept.write_text(source, encoding="utf-8")
     argv = nvcc_argv(nvcc, target)
     try:
-        run = subprocess.run(argv, cwd=folder, capture_output=True, text=True, timeout=_TIMEOUT)
+        run = subprocess.run(argv, check=False, cwd=folder, capture_output=True, text=True, timeout=_TIMEOUT)
     except subprocess.TimeoutExpired as error:
-        raise CompileError(f"nvcc did not finish in {_TIMEOUT:.0f} s\n  command: {' '.join(argv)}\n  source:  {kept}") from error
+        raise CompileError(
+            f"nvcc did not finish in {_TIMEOUT:.0f} s\n  command: {' '.join(argv)}\n  source:  {kept}"
+        ) from error
     except OSError as error:
         shutil.rmtree(folder, ignore_errors=True)
         raise CompilerNotFoundError(f"{nvcc} cannot be run: {error}; {_HINT}") from error

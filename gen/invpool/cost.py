@@ -26,6 +26,8 @@ class Cost:
         dram_bytes: bytes that must cross DRAM, scratch included.
         scratch_bytes: DRAM that the plan needs beyond x, out, lse, g and dx.
         shared_wavefronts: passes of shared memory (128 bytes each).
+        global_wavefronts: passes of global accesses through L1: one for each 128-byte line that a warp
+            instruction touches, so a warp whose threads walk down their own rows pays 32.
         shared_bytes: dynamic shared memory of one block.
         threads: threads of one block.
         blocks: blocks of the launch.
@@ -38,6 +40,7 @@ class Cost:
     dram_bytes: int
     scratch_bytes: int
     shared_wavefronts: int
+    global_wavefronts: int
     shared_bytes: int
     threads: int
     blocks: int
@@ -64,7 +67,7 @@ class Cost:
         return {
             "fma": self.fma * share / (lanes * gpu.clock * hiding),
             "mufu": self.mufu * share / (mufu_lanes * gpu.clock * hiding),
-            "shared": self.shared_wavefronts * share / (gpu.clock * hiding),
+            "lsu": (self.shared_wavefronts + self.global_wavefronts) * share / (gpu.clock * hiding),
             "dram": self.dram_bytes / gpu.dram,
         }
 
@@ -73,6 +76,6 @@ class Cost:
         return _LAUNCH + max(self.terms(gpu).values())
 
     def bound(self, gpu: Gpu) -> str:
-        """Which unit sets the time: fma, mufu, shared, dram or launch."""
+        """Which unit sets the time: fma, mufu, lsu (loads and stores), dram or launch."""
         name, value = max(self.terms(gpu).items(), key=lambda term: term[1])
         return name if value > _LAUNCH else "launch"

@@ -153,5 +153,6 @@ def _accept(proofs: tuple[Proof | None, Proof], request: Request) -> None:
         wrong = [finding for finding in proof.findings if not finding.ok]
         lines = [f"{f.name}: error {f.error:.2e}, allowed {f.tolerance:.2e} against {f.against}" for f in wrong]
         raise CheckError(
-            f"{request.spec.slug} is wrong on {proof.device}; nothing was put in {request.out}:\n  " + "\n  ".join(lines)
+            f"{request.spec.slug} is wrong on {proof.device}; nothing was put in {request.out}:\n  "
+            + "\n  ".join(lines)
         )

@@ -69,6 +69,6 @@ def composite_errors(
 
 def norm_error(got: Tensor, truth: Tensor) -> float:
     """``||got - truth|| / ||truth||`` over the whole tensor, in float64; NaN if anything is."""
-    difference = torch.linalg.vector_norm(got.double() - truth).item()
-    size = torch.linalg.vector_norm(truth).item()
+    difference = float(torch.linalg.vector_norm(got.double() - truth))
+    size = float(torch.linalg.vector_norm(truth))
     return difference / size if size else difference

@@ -145,7 +145,7 @@ def _call(name: str, *arguments: Any) -> None:
         raise LoadError(f"{name} failed: {reason} (CUresult {status})")
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _primary_context(device: int) -> int:
     """torch's context of a device: retained once, never released, as torch does."""
     number, context = ctypes.c_int(), ctypes.c_void_p()
@@ -362,7 +362,7 @@ class GeneratedOp:
         self.check_input(x, mask)
         factor, takes_part = self.scale_tensor(x, scale), self.full_mask(x, mask)
         if _needs_autograd(x, factor):
-            return _Pool.apply(x, factor, takes_part, self.namespace)[0]  # type: ignore[no-any-return, no-untyped-call]
+            return _Pool.apply(x, factor, takes_part, self.namespace)[0]  # type: ignore[no-any-return]
         return _raw(self.namespace, "forward")(x, factor, takes_part)[0]  # type: ignore[no-any-return]
 
     def attention_map(self, x: Tensor, scale: Tensor | float | None = None, mask: Tensor | None = None) -> Tensor:
@@ -446,7 +446,18 @@ class GeneratedOp:
         stream = torch.cuda.current_stream(device).cuda_stream
         with _Bound(device):
             _call(
-                "cuLaunchKernel", function, blocks, 1, 1, kernel.threads, 1, 1, kernel.shared_bytes, stream, pointers, None
+                "cuLaunchKernel",
+                function,
+                blocks,
+                1,
+                1,
+                kernel.threads,
+                1,
+                1,
+                kernel.shared_bytes,
+                stream,
+                pointers,
+                None,
             )
 
     def default_scale(self, device: torch.device) -> Tensor:
@@ -524,7 +535,7 @@ def _register(op: GeneratedOp) -> None:
     _OPS[op.namespace] = op
     if hasattr(getattr(torch.ops, op.namespace), "forward"):
         return
-    library = torch.library.Library(op.namespace, "DEF")  # noqa: TOR901 - kept alive below
+    library = torch.library.Library(op.namespace, "DEF")
     tensors = ", ".join(["Tensor"] * (1 + len(op.state)))
     tags = (torch.Tag.pt2_compliant_tag,)
     library.define(f"forward(Tensor x, Tensor? scale, Tensor? mask) -> ({tensors})", tags=tags)
@@ -614,12 +625,12 @@ class _Pool(torch.autograd.Function):
         x, scale, mask, *saved = ctx.saved_tensors
         if g is None:
             return None, None, None, None
-        dx = _PoolBackward.apply(g, x, scale, mask, ctx.namespace, *saved)  # type: ignore[no-untyped-call]
+        dx = _PoolBackward.apply(g, x, scale, mask, ctx.namespace, *saved)
         d_scale = None
         if scale is not None and ctx.needs_input_grad[1]:
             # dscale = sum dS * S / scale, through the composite: the closed formula from dx cancels.
             seen = _closed_form_view(ctx.namespace, x)
-            _, pull = torch.func.vjp(lambda factor: closed_form_forward(seen, factor, mask), scale)
+            pull = torch.func.vjp(lambda factor: closed_form_forward(seen, factor, mask), scale)[1]
             (d_scale,) = pull(g.to(seen.dtype))
         return dx, d_scale, None, None
 
@@ -631,13 +642,15 @@ class _Pool(torch.autograd.Function):
             # One scale a sample: the kernel takes one a launch.
             assert scale is not None
             samples = [
-                _Pool.apply(_sample(x, in_dims[0], i), _sample(scale, in_dims[1], i), _sample(mask, in_dims[2], i), namespace)  # type: ignore[no-untyped-call]
+                _Pool.apply(
+                    _sample(x, in_dims[0], i), _sample(scale, in_dims[1], i), _sample(mask, in_dims[2], i), namespace
+                )
                 for i in range(info.batch_size)
             ]
             results = tuple(torch.stack(parts) for parts in zip(*samples, strict=True))
         else:
-            x_flat, mask_flat = (_flatten(t, d, info.batch_size) for t, d in ((x, in_dims[0]), (mask, in_dims[2])))
-            flat = _Pool.apply(x_flat, scale, mask_flat, namespace)  # type: ignore[no-untyped-call]
+            x_flat, mask_flat = _flatten(x, in_dims[0], info.batch_size), _flatten(mask, in_dims[2], info.batch_size)
+            flat = _Pool.apply(x_flat, scale, mask_flat, namespace)
             results = tuple(part.unflatten(0, (info.batch_size, -1)) for part in flat)
         return results, (0,) * len(results)
 
@@ -653,7 +666,7 @@ class _PoolBackward(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        g, x, scale, mask, namespace, *saved = inputs
+        g, x, scale, mask, namespace = inputs[:5]
         ctx.namespace = namespace
         ctx.inputs = len(inputs)
         ctx.save_for_backward(g, x, scale, mask)
@@ -670,7 +683,7 @@ class _PoolBackward(torch.autograd.Function):
             return _OPS[namespace].variate_major(dx).to(x.dtype)
 
         primals = (g, x) if scale is None else (g, x, scale)
-        _, pull = torch.func.vjp(gradient, *primals)
+        pull = torch.func.vjp(gradient, *primals)[1]
         d_g, d_x, *d_scale = pull(gradients[0])
         return (d_g, d_x, d_scale[0] if d_scale else None, *[None] * (ctx.inputs - 3))
 
@@ -692,10 +705,10 @@ class _PoolBackward(torch.autograd.Function):
             for i in range(info.batch_size):
                 g_i, x_i, mask_i, *saved_i = (_sample(t, d, i) for t, d in zip(tensors, dims, strict=True))
                 scale_i = _sample(scale, in_dims[2], i)
-                samples.append(_PoolBackward.apply(g_i, x_i, scale_i, mask_i, namespace, *saved_i))  # type: ignore[no-untyped-call]
+                samples.append(_PoolBackward.apply(g_i, x_i, scale_i, mask_i, namespace, *saved_i))
             return torch.stack(samples), 0
         g, x, mask, *flat = (_flatten(t, d, info.batch_size) for t, d in zip(tensors, dims, strict=True))  # type: ignore[assignment]
-        dx = _PoolBackward.apply(g, x, scale, mask, namespace, *flat)  # type: ignore[no-untyped-call]
+        dx = _PoolBackward.apply(g, x, scale, mask, namespace, *flat)
         return dx.unflatten(0, (info.batch_size, -1)), 0
 
 
@@ -738,7 +751,9 @@ class InvertedAttentionPoolBase(nn.Module):
         return self.op(x, self._given if self.scale is None else self.scale, mask)
 
     def extra_repr(self) -> str:
-        learned = ", learned scale" if self.scale is not None else "" if self._given is None else f", scale={self._given}"
+        learned = (
+            ", learned scale" if self.scale is not None else "" if self._given is None else f", scale={self._given}"
+        )
         return f"{self.op.manifest['slug']}{learned}"
 
 

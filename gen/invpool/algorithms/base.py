@@ -97,5 +97,7 @@ class Algorithm(ABC, Generic[P]):
         known = {field.name for field in dataclasses.fields(self.plan_type)} - {"direction"}
         unknown = sorted(set(knobs) - known)
         if unknown:
-            raise ValueError(f"{self.name} has no plan parameter {', '.join(unknown)}; legal: {', '.join(sorted(known))}")
+            raise ValueError(
+                f"{self.name} has no plan parameter {', '.join(unknown)}; legal: {', '.join(sorted(known))}"
+            )
         return self.plan_type(direction, **knobs)

@@ -196,6 +196,10 @@ class ThreePass(Algorithm[ThreePassPlan]):
         staging = warps * K * own
         mean = self._mean_operations(spec)
         scratch = batch * H * H * spec.scalar_bytes
+        # A warp whose threads walk down their own rows of the scratch, or of x, touches 32 lines an access.
+        row_walk = warps * H // _pack_width(spec, plan.columns, H) * WARP
+        input_walk = warps * K * (WARP if spec.layout == "bhk" else 1)
+        load_width = 16 // spec.element_bytes if spec.layout == "bhk" and K * spec.element_bytes % 16 == 0 else 1
         if plan.direction == "forward":
             # Two sweeps of scores, then softmax and pooling: about 8 operations a pair.
             fma = pairs * (2 * K + 8 + mean)
@@ -204,6 +208,7 @@ class ThreePass(Algorithm[ThreePassPlan]):
             shared = staging + warps * (2 * H * K // by_step + own_reads + H * (mean // 4))
             # The scratch is written, read back and written again.
             passes, mufu = 3, pairs
+            lines = input_walk // load_width + 3 * row_walk
         else:
             # Row and column of dS, each K multiply-adds and about 4 operations a pair and tile.
             fma = pairs * (2 * K + tiles * (8 + mean))
@@ -211,6 +216,7 @@ class ThreePass(Algorithm[ThreePassPlan]):
             shared = staging + warps * (2 * H * K // by_step + tiles * H * (3 + mean // 4))
             # Row and column of the scratch are read once a tile.
             passes, mufu = 2 * tiles, 0
+            lines = input_walk // load_width + input_walk + tiles * (row_walk + warps * H)
         state = batch * H * spec.scalar_bytes * (2 if spec.keeps_out_acc else 1)
         return Cost(
             fma=batch * (fma + 4 * launch.threads * K),
@@ -219,6 +225,7 @@ class ThreePass(Algorithm[ThreePassPlan]):
             dram_bytes=spec.least_bytes(plan.direction, batch) + state + passes * scratch,
             scratch_bytes=scratch,
             shared_wavefronts=batch * shared,
+            global_wavefronts=batch * lines,
             shared_bytes=launch.shared_bytes,
             threads=launch.threads,
             blocks=batch,

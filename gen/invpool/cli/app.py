@@ -33,14 +33,19 @@ app = typer.Typer(
 _out = Console(highlight=False)
 _err = Console(stderr=True, highlight=False)
 
-Variates = Annotated[int, typer.Option("--H", help="Number of variates, the axis that attends to itself.", show_default=False)]
-Steps = Annotated[int, typer.Option("--K", help="Steps of one trajectory, the axis that scores sum over.", show_default=False)]
+Variates = Annotated[
+    int, typer.Option("--H", help="Number of variates, the axis that attends to itself.", show_default=False)
+]
+Steps = Annotated[
+    int, typer.Option("--K", help="Steps of one trajectory, the axis that scores sum over.", show_default=False)
+]
 DTypeOption = Annotated[str, typer.Option("--dtype", help="float32, float16, bfloat16 or float64.")]
 LayoutOption = Annotated[str, typer.Option("--layout", help="bhk for x[B,H,K], bkh for x[B,K,H] (time-major).")]
 PrecisionOption = Annotated[str, typer.Option("--precision", help="exact, or tf32 (float32 only, error up to 1e-3).")]
 MaskedOption = Annotated[bool, typer.Option("--masked", help="Take a mask[B,H] of the variates that take part.")]
 GpuOption = Annotated[
-    Optional[str], typer.Option("--gpu", help="Plan for this GPU [default: the one present, else h200].", show_default=False)
+    Optional[str],
+    typer.Option("--gpu", help="Plan for this GPU [default: the one present, else h200].", show_default=False),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
 PackagePath = Annotated[Path, typer.Argument(help="A generated package, such as build/h128_k32_f32_bhk.")]
@@ -84,16 +89,21 @@ def generate(
     precision: PrecisionOption = "exact",
     masked: MaskedOption = False,
     algorithm: Annotated[
-        Optional[str], typer.Option("--algorithm", help="Use this one [default: least predicted time].", show_default=False)
+        Optional[str],
+        typer.Option("--algorithm", help="Use this one [default: least predicted time].", show_default=False),
     ] = None,
     arch: Annotated[
         Optional[list[str]],
         typer.Option(
-            "--arch", help="Compile for sm_90, ...; repeat for more [default: the GPU's, else five].", show_default=False
+            "--arch",
+            help="Compile for sm_90, ...; repeat for more [default: the GPU's, else five].",
+            show_default=False,
         ),
     ] = None,
     gpu: GpuOption = None,
-    out: Annotated[Optional[Path], typer.Option("--out", help="Where to put it [default: build/<slug>].", show_default=False)] = None,
+    out: Annotated[
+        Optional[Path], typer.Option("--out", help="Where to put it [default: build/<slug>].", show_default=False)
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace a package that was edited by hand.")] = False,
     json: JsonOption = False,
 ) -> None:

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -24,13 +25,25 @@ def print_json(console: Console, data: Any) -> None:
     console.out(json.dumps(data, indent=1), highlight=False)
 
 
+def _table(title: str, *columns: str, left: tuple[str, ...] = ()) -> Table:
+    """A table that still reads at 80 columns: thin rules, numbers to the right."""
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in columns:
+        table.add_column(column, no_wrap=column in left[:1], justify="left" if column in left else "right")
+    return table
+
+
+def _plan_text(knobs: dict[str, Any]) -> str:
+    return " ".join(f"{name}={value}" for name, value in knobs.items())
+
+
 def _kib(count: int) -> str:
     return f"{count / 1024:.1f} KiB"
 
 
 def _proof_cell(finding: Finding) -> str:
     sign = "[green]ok[/]" if finding.ok else "[red]WRONG[/]"
-    return f"{sign} {finding.error:.1e} (allowed {finding.tolerance:.1e})"
+    return f"{sign} {finding.error:.1e} <= {finding.tolerance:.1e}"
 
 
 def generated_dict(result: Generated) -> dict[str, Any]:
@@ -68,9 +81,11 @@ def generated_dict(result: Generated) -> dict[str, Any]:
 def print_generated(console: Console, result: Generated) -> None:
     spec, out = result.request.spec, result.request.out
     where = "the GPU in this machine" if result.gpu_is_present else "not in this machine"
-    table = Table(title=f"{spec.slug}, planned for {result.gpu.name} ({where})", title_justify="left")
-    for column in ("direction", "plan", "arch", "registers", "spills", "shared", "occupancy", "error of the kernel"):
-        table.add_column(column, overflow="fold")
+    table = _table(
+        f"{spec.slug}, planned for {result.gpu.name} ({where})",
+        *("direction", "registers", "spills", "shared", "occupancy", "error of the kernel"),
+        left=("direction",),
+    )
     shown_arch = result.gpu.arch if result.gpu.arch in result.archs else result.archs[0]
     for kernel in result.kernels:
         launch = kernel.algorithm.launch(spec, kernel.plan)
@@ -83,15 +98,15 @@ def print_generated(console: Console, result: Generated) -> None:
             proof = _proof_cell(result.kernel_proof.worst("out" if kernel.plan.direction == "forward" else "dx"))
         table.add_row(
             kernel.plan.direction,
-            f"{kernel.algorithm.name} {kernel.plan}",
-            target,
             str(resources.registers),
             f"{resources.spill_stores + resources.spill_loads} B",
             _kib(launch.shared_bytes),
-            f"{100 * blocks * launch.threads / result.gpu.threads_per_sm:.0f} % ({blocks} blocks an SM)",
+            f"{100 * blocks * launch.threads / result.gpu.threads_per_sm:.0f} %, {blocks} blocks",
             proof,
         )
     console.print(table)
+    for kernel in result.kernels:
+        console.print(f"{kernel.plan.direction + ':':<10}{kernel.algorithm.name} {kernel.plan}", soft_wrap=True)
     if result.kernel_proof:
         console.print(f"kernels: checked on {result.kernel_proof.device}, forward and backward, against float64")
     else:
@@ -116,9 +131,9 @@ def print_proof(console: Console, title: str, proof: Proof | None) -> None:
     if proof is None:
         console.print(f"{title}: [yellow]{NOT_RUN}[/]: there is no GPU here")
         return
-    table = Table(title=f"{title} on {proof.device}", title_justify="left")
-    for column in ("check", "error", "allowed", "against", ""):
-        table.add_column(column)
+    table = _table(
+        f"{title} on {proof.device}", "check", "error", "allowed", "against", "", left=("check", "against", "")
+    )
     for finding in proof.findings:
         table.add_row(
             finding.name,
@@ -131,27 +146,29 @@ def print_proof(console: Console, title: str, proof: Proof | None) -> None:
 
 
 def print_manifest(console: Console, folder: Path, manifest: dict[str, Any], proof: dict[str, Any] | None) -> None:
-    table = Table(title=f"{manifest['slug']} in {folder}, planned for {manifest['planned_for']}", title_justify="left")
-    for column in ("direction", "algorithm", "plan", "threads", "shared", "target", "registers", "spills", "file"):
-        table.add_column(column, overflow="fold")
+    table = _table(
+        f"{manifest['slug']} in {folder}, planned for {manifest['planned_for']}",
+        *("direction", "target", "registers", "spills", "file"),
+        left=("direction", "target", "file"),
+    )
     for kernel in manifest["kernels"]:
         for position, image in enumerate(kernel["images"]):
             resources = image["resources"]
-            head = (
-                kernel["direction"],
-                kernel["algorithm"],
-                " ".join(f"{name}={value}" for name, value in kernel["plan"].items()),
-                str(kernel["launch"]["threads"]),
-                _kib(kernel["launch"]["shared_bytes"]),
-            )
             table.add_row(
-                *(head if position == 0 else ("",) * 5),
+                kernel["direction"] if position == 0 else "",
                 image["target"],
-                str(resources["registers"]) if resources else "by the driver",
+                str(resources["registers"]) if resources else "by driver",
                 f"{resources['spill_stores'] + resources['spill_loads']} B" if resources else "",
                 image["file"],
             )
     console.print(table)
+    for kernel in manifest["kernels"]:
+        launch = kernel["launch"]
+        console.print(
+            f"{kernel['direction'] + ':':<10}{kernel['algorithm']} {_plan_text(kernel['plan'])}, "
+            f"{launch['threads']} threads, {_kib(launch['shared_bytes'])} shared",
+            soft_wrap=True,
+        )
     kernels = (proof or {}).get("kernels")
     console.print(
         f"kernels: last checked on {kernels['device']}: {'ok' if kernels['ok'] else 'WRONG'}"
@@ -189,32 +206,32 @@ def explain_rows(spec: PoolSpec, gpu: Gpu, batch: int) -> list[dict[str, Any]]:
 
 
 def print_explain(console: Console, spec: PoolSpec, gpu: Gpu, batch: int, rows: list[dict[str, Any]]) -> None:
-    table = Table(
-        title=f"{spec.slug}, B={batch}, on {gpu.name} ({gpu.arch}): the best plan of each algorithm, predicted",
-        title_justify="left",
+    table = _table(
+        f"{spec.slug}, B={batch}, on {gpu.name} ({gpu.arch}): the best plan of each algorithm, predicted",
+        *("algorithm", "direction", "Gop", "Gexp", "DRAM MB", "scratch", "KiB", "us", "bound"),
+        left=("algorithm", "direction", "bound"),
     )
-    for column in ("algorithm", "direction", "plan", "legal", "GFMA", "Gexp", "DRAM", "scratch", "shared", "us", "bound"):
-        table.add_column(column, overflow="fold", justify="left" if column in ("algorithm", "plan") else "right")
     for row in rows:
         if "rejected" in row:
-            table.add_row(row["algorithm"], row["direction"], f"[red]not legal[/]: {row['rejected']}")
+            table.add_row(row["algorithm"], row["direction"], *["-"] * 7)
             continue
         table.add_row(
             row["algorithm"],
             row["direction"],
-            " ".join(f"{name}={value}" for name, value in row["plan"].items()),
-            str(row["legal_plans"]),
-            f"{row['fma'] / 1e9:.2f}",
+            f"{row['fma'] / 1e9:.1f}",
             f"{row['mufu'] / 1e9:.2f}",
-            f"{row['dram_bytes'] / 1e6:.0f} MB",
-            f"{row['scratch_bytes'] / 1e6:.0f} MB",
-            _kib(row["shared_bytes"]),
+            f"{row['dram_bytes'] / 1e6:.0f}",
+            f"{row['scratch_bytes'] / 1e6:.0f}",
+            f"{row['shared_bytes'] / 1024:.1f}",
             f"{row['seconds'] * 1e6:.0f}",
             row["bound"],
         )
     console.print(table)
     least = {direction: spec.least_bytes(direction, batch) / 1e6 for direction in DIRECTIONS}
-    console.print(
-        f"least traffic: forward {least['forward']:.0f} MB, backward {least['backward']:.0f} MB; "
-        "scratch is DRAM beyond x, out, lse, g and dx"
-    )
+    console.print(f"least traffic: forward {least['forward']:.0f} MB, backward {least['backward']:.0f} MB")
+    console.print("Gop: multiply-adds, additions and products; scratch: MB of DRAM beyond x, out, lse, g and dx;")
+    console.print("KiB: shared memory of a block; lsu: the unit of loads and stores")
+    for row in rows:
+        what = f"[red]not legal[/]: {row['rejected']}" if "rejected" in row else _plan_text(row["plan"])
+        legal = "" if "rejected" in row else f" (of {row['legal_plans']} legal)"
+        console.print(f"{row['algorithm']} {row['direction']}: {what}{legal}", soft_wrap=True)
