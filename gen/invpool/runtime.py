@@ -23,7 +23,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import torch
 from torch import Tensor, nn
@@ -226,6 +226,9 @@ class GeneratedOp:
         batch_invariant: use one plan for every B, so that ``op(x)[i]`` is bitwise ``op(x[i:i+1])[0]``.
     """
 
+    # A subclass that runs the kernels elsewhere than on CUDA registers raw ops of its own.
+    namespace_prefix: ClassVar[str] = "invpool"
+
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         path = folder / "manifest.json"
@@ -251,7 +254,7 @@ class GeneratedOp:
             self._starts = [int(row["min_batch"]) for row in self._rows]
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise LoadError(f"{path} is damaged ({error!r}); regenerate with: {self._regenerate}") from error
-        self.namespace = f"invpool_{hashlib.sha256(text).hexdigest()[:16]}"
+        self.namespace = f"{self.namespace_prefix}_{hashlib.sha256(text).hexdigest()[:16]}"
         self.batch_invariant = os.environ.get(BATCH_INVARIANT_VARIABLE, "0") not in ("", "0")
         self._functions: dict[tuple[int, int], int] = {}
         self._scales: dict[torch.device, Tensor] = {}
@@ -427,22 +430,27 @@ class GeneratedOp:
         return function.value
 
     def _launch(self, direction: str, tensors: dict[str, Tensor | None]) -> None:
-        """Launches one kernel on torch's current stream of the tensors' device."""
+        """Launches one kernel over the batch of x, its arguments in the manifest's order."""
         x = tensors["x"]
         assert x is not None
-        batch, device = x.shape[0], x.get_device()
+        batch = x.shape[0]
         index = self._row(batch)[direction]
         kernel = self._kernels[index]
+        arguments = [batch if name == "B" else tensors.get(name) for name in kernel.arguments]
+        self._run_kernel(index, -(-batch // kernel.items_per_block), arguments, x.get_device())
+
+    def _run_kernel(self, index: int, blocks: int, arguments: Sequence[Tensor | int | None], device: int) -> None:
+        """Runs one kernel on torch's current stream of a device."""
+        kernel = self._kernels[index]
         function = self._function(device, index)
-        values = []
-        for name in kernel.arguments:
-            tensor = tensors.get(name)
-            values.append(batch if name == "B" else 0 if tensor is None else tensor.data_ptr())
+        values = [
+            argument if isinstance(argument, int) else 0 if argument is None else argument.data_ptr()
+            for argument in arguments
+        ]
         # Every argument is 64 bits wide, so one array holds them all.
         packed = (ctypes.c_uint64 * len(values))(*values)
         base = ctypes.addressof(packed)
         pointers = (ctypes.c_void_p * len(values))(*(base + 8 * i for i in range(len(values))))
-        blocks = -(-batch // kernel.items_per_block)
         stream = torch.cuda.current_stream(device).cuda_stream
         with _Bound(device):
             _call(
