@@ -163,10 +163,11 @@ def check_gradcheck(op: GeneratedOp, spec: PoolSpec, device: torch.device | str)
     return Finding("gradcheck", 0.0 if passed else float("inf"), 0.0, "torch.autograd.gradcheck")
 
 
-def prove(op: GeneratedOp, device: torch.device | str, seed: int = 0) -> Proof:
+def prove(op: GeneratedOp, device: torch.device | str, seed: int = 0, name: str | None = None) -> Proof:
     """Everything that must hold of an op on a device.
 
-    On ``cpu`` it is the closed form that is checked; that says nothing about the kernels.
+    On ``cpu`` it is the closed form that is checked, which says nothing about the kernels, unless the op
+    is an emulated one. ``name`` is what the proof calls the device: the GPU's name or ``cpu`` unless given.
     """
     spec = PoolSpec(**op.manifest["spec"])
     findings = check_against_float64(op, spec, device, seed)
@@ -174,5 +175,6 @@ def prove(op: GeneratedOp, device: torch.device | str, seed: int = 0) -> Proof:
         findings.append(check_by_differences(op, spec, device, seed))
     if spec.dtype == "float64":
         findings.append(check_gradcheck(op, spec, device))
-    name = torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else "cpu"
+    if name is None:
+        name = torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else "cpu"
     return Proof(name, tuple(findings))

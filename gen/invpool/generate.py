@@ -7,7 +7,7 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal, get_args
 
 from invpool.abi import DIRECTIONS
 from invpool.algorithms import Choice, choose
@@ -24,7 +24,8 @@ from invpool.binding import (
 from invpool.cache import KernelCache, lock_for
 from invpool.check import Proof, prove
 from invpool.compile import Target
-from invpool.errors import CheckError
+from invpool.emulator.build import find_gxx, gxx_version, has_gxx
+from invpool.errors import CheckError, CompilerNotFoundError
 from invpool.gpu import DEFAULT_ARCHS, DEFAULT_GPU, KNOWN_GPUS, Gpu, check_arch, present_gpu
 from invpool.render import render_kernel
 from invpool.spec import PoolSpec
@@ -34,10 +35,17 @@ log = logging.getLogger("invpool")
 # PTX that every supported GPU's driver can finish.
 _PTX_ARCH: Final = "sm_75"
 
+# Where kernels are run to prove them.
+On = Literal["gpu", "emulator", "both"]
+ONS: Final[tuple[On, ...]] = get_args(On)
+
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What is asked for. ``gpu`` None takes the present GPU, else the default; ``archs`` likewise."""
+    """What is asked for. ``gpu`` None takes the present GPU, else the default; ``archs`` likewise.
+
+    ``on`` is where the kernels are proved: None takes the GPU if there is one, else the emulator if there is g++.
+    """
 
     spec: PoolSpec
     out: Path
@@ -45,11 +53,16 @@ class Request:
     archs: tuple[str, ...] = ()
     algorithm: str | None = None
     force: bool = False
+    on: On | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Generated:
-    """What came of a request. ``kernel_proof`` is None where nothing could run the kernels."""
+    """What came of a request.
+
+    ``kernel_proof`` is of the kernels on the GPU, ``emulated_proof`` of the same kernels on the emulator; None
+    where they did not run there. ``cpu_proof`` is of the closed form.
+    """
 
     request: Request
     gpu: Gpu
@@ -59,6 +72,7 @@ class Generated:
     kernels: tuple[BuiltKernel, ...]
     kernel_proof: Proof | None
     cpu_proof: Proof
+    emulated_proof: Proof | None = None
 
 
 def planning_gpu(gpu: Gpu | None) -> tuple[Gpu, bool]:
@@ -108,6 +122,42 @@ def prove_package(folder: Path, arch_is_here: bool) -> tuple[Proof | None, Proof
     return (prove(op, "cuda") if arch_is_here else None), prove(op, "cpu")
 
 
+def proving_places(on: On | None) -> tuple[bool, bool]:
+    """Whether kernels are to be proved on the GPU, and whether on the emulator.
+
+    Raises:
+        CheckError: the GPU is asked for and there is none.
+        CompilerNotFoundError: the emulator is asked for and there is no g++.
+    """
+    gpu_here = present_gpu() is not None
+    if on is None:
+        return gpu_here, not gpu_here and has_gxx()
+    if on != "emulator" and not gpu_here:
+        raise CheckError(f"kernels cannot be proved on a GPU: there is none here (--on {on}); use --on emulator")
+    if on != "gpu":
+        gxx_version(find_gxx())
+    return on != "emulator", on != "gpu"
+
+
+def prove_on_emulator(folder: Path, required: bool = True) -> Proof | None:
+    """Checks a package's kernels on the emulator; None where it cannot build them and that is not required.
+
+    Raises:
+        EmulationError: a kernel did what CUDA forbids, or left an output unwritten.
+        CompileError, CompilerNotFoundError: see :func:`invpool.emulator.build.build_kernel`.
+    """
+    from invpool.emulator.op import EmulatedOp
+
+    try:
+        op = EmulatedOp(folder)
+    except CompilerNotFoundError as error:
+        if required:
+            raise
+        log.warning("kernels are not proved on the emulator: %s", error)
+        return None
+    return prove(op, "cpu", name=op.device_name)
+
+
 def generate(
     request: Request, cache: KernelCache | None = None, progress: Callable[[str], None] = lambda _: None
 ) -> Generated:
@@ -115,24 +165,33 @@ def generate(
 
     Raises:
         PlanError: no plan is legal. OutputError: the path cannot take it. CompileError: nvcc refused.
-        CheckError: a kernel gave wrong numbers here; it is not put in place.
+        CheckError: a kernel gave wrong numbers here; it is not put in place. EmulationError: likewise, for what
+        CUDA forbids.
     """
+    on_gpu, on_emulator = proving_places(request.on)
     gpu, present = planning_gpu(request.gpu)
     archs = _archs(request, gpu, present)
     choice = choose(request.spec, gpu, request.algorithm)
     check_output(request.out, request.force)
     kernels = build_kernels(request.spec, choice, archs, cache or KernelCache(), progress)
     files = package_files(request.spec, gpu.name, kernels, (TableRow(0, 0, 1),))
-    gpu_here = present_gpu() is not None
-    progress("checking against float64")
+
+    def proved(folder: Path) -> tuple[Proof | None, Proof, Proof | None]:
+        progress("checking against float64")
+        kernel_proof, cpu_proof = prove_package(folder, on_gpu)
+        emulated = None
+        if on_emulator:
+            progress("checking against float64, on the emulator")
+            emulated = prove_on_emulator(folder, required=request.on is not None)
+        _accept((kernel_proof, cpu_proof, emulated), request)
+        return kernel_proof, cpu_proof, emulated
+
     with lock_for(f"output {request.out.resolve()}"):
         if holds(request.out, files):
-            proofs = prove_package(request.out, gpu_here)
-            _accept(proofs, request)
+            proofs = proved(request.out)
         else:
             with staged_package(request.out, files) as staging:
-                proofs = prove_package(staging, gpu_here)
-                _accept(proofs, request)
+                proofs = proved(staging)
                 staged = import_package(staging)
             # The raw ops of this process are bound to the staged op: it has moved.
             staged.op.folder = request.out
@@ -141,12 +200,16 @@ def generate(
     return Generated(request, gpu, present, archs, choice, kernels, *proofs)
 
 
-def proof_record(kernel_proof: Proof | None, cpu_proof: Proof) -> dict[str, Any]:
-    """What proof.json holds; ``kernels`` is null where they were compiled, not run."""
-    return {"kernels": kernel_proof.as_dict() if kernel_proof else None, "closed_form": cpu_proof.as_dict()}
+def proof_record(kernel_proof: Proof | None, cpu_proof: Proof, emulated_proof: Proof | None = None) -> dict[str, Any]:
+    """What proof.json holds; ``kernels`` (on a GPU) and ``emulated`` are null where they did not run."""
+    return {
+        "kernels": kernel_proof.as_dict() if kernel_proof else None,
+        "emulated": emulated_proof.as_dict() if emulated_proof else None,
+        "closed_form": cpu_proof.as_dict(),
+    }
 
 
-def _accept(proofs: tuple[Proof | None, Proof], request: Request) -> None:
+def _accept(proofs: tuple[Proof | None, ...], request: Request) -> None:
     for proof in proofs:
         if proof is None or proof.ok:
             continue

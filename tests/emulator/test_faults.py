@@ -167,7 +167,7 @@ def test_shuffle_by_half_a_warp_is_named(build: str) -> None:
 
 def test_shared_memory_read_before_it_is_written_is_poison() -> None:
     body = REVERSE.replace("  tile[threadIdx.x] = x", "  if (threadIdx.x != 5) tile[threadIdx.x] = x")
-    with pytest.raises(EmulationError, match=r"1 of 64 elements of argument 1 are poison, first at \[58\]"):
+    with pytest.raises(EmulationError, match=r"argument 1: 1 of 64 elements are poison, first at \[58\]"):
         launch(kernel(body))
 
 
@@ -179,13 +179,13 @@ def test_shared_memory_is_poisoned_between_blocks(storage: str) -> None:
 """
     planted = kernel(body)
     for seed in range(4):  # whichever block is first
-        with pytest.raises(EmulationError, match="64 of 64 elements of argument 1 are poison"):
+        with pytest.raises(EmulationError, match="argument 1: 64 of 64 elements are poison"):
             launch(planted, shared_bytes=256, grid=2, seed=seed)
 
 
 def test_unwritten_output_is_named() -> None:
     with pytest.raises(
-        EmulationError, match=r"24 of 64 elements of argument 1 are poison, first at \[40\]: never written"
+        EmulationError, match=r"argument 1: 24 of 64 elements are poison, first at \[40\]: never written"
     ):
         launch(kernel("  if (threadIdx.x < 40) out[threadIdx.x] = x[threadIdx.x];\n"))
 

@@ -15,6 +15,7 @@ from invpool._version import __version__
 from invpool.errors import InvpoolError, OutputError
 
 if TYPE_CHECKING:
+    from invpool.generate import On
     from invpool.gpu import Gpu
     from invpool.spec import PoolSpec
 
@@ -47,6 +48,14 @@ GpuOption = Annotated[
     Optional[str],
     typer.Option("--gpu", help="Plan for this GPU [default: the one present, else h200].", show_default=False),
 ]
+OnOption = Annotated[
+    Optional[str],
+    typer.Option(
+        "--on",
+        help="Prove kernels on: gpu, emulator, both [default: GPU if present, else emulator].",
+        show_default=False,
+    ),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
 PackagePath = Annotated[Path, typer.Argument(help="A generated package, such as build/h128_k32_f32_bhk.")]
 
@@ -62,6 +71,17 @@ def _spec(H: int, K: int, dtype: str, layout: str, precision: str, masked: bool)
         return PoolSpec(H, K, dtype, layout, precision, masked)  # type: ignore[arg-type]
     except (ValueError, TypeError) as error:
         _usage(error)
+
+
+def _on(on: str | None) -> On | None:
+    from invpool.generate import ONS
+
+    for legal in ONS:
+        if on == legal:
+            return legal
+    if on is not None:
+        _usage(ValueError(f"--on is {on!r}; legal: {', '.join(ONS)}"))
+    return None
 
 
 def _gpu(name: str | None) -> Gpu | None:
@@ -105,6 +125,7 @@ def generate(
         Optional[Path], typer.Option("--out", help="Where to put it [default: build/<slug>].", show_default=False)
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace a package that was edited by hand.")] = False,
+    on: OnOption = None,
     json: JsonOption = False,
 ) -> None:
     """Make a package: plan, render, compile, prove, bind.
@@ -126,7 +147,7 @@ def generate(
     from invpool.generate import Request
     from invpool.generate import generate as run
 
-    request = Request(spec, out or Path("build") / spec.slug, wanted, archs, algorithm, force)
+    request = Request(spec, out or Path("build") / spec.slug, wanted, archs, algorithm, force, _on(on))
     with _err.status(f"generating {spec.slug}") as status:
         result = run(request, progress=lambda what: status.update(f"{spec.slug}: {what}"))
     if json:
@@ -136,19 +157,21 @@ def generate(
 
 
 @app.command()
-def check(path: PackagePath, json: JsonOption = False) -> None:
-    """Prove a package again: its kernels on the GPU here, its closed form on the CPU, against float64.
+def check(path: PackagePath, on: OnOption = None, json: JsonOption = False) -> None:
+    """Prove a package again: its kernels on the GPU or the emulator, its closed form on the CPU, against float64.
 
     Example: invpool check build/h128_k32_f32_bhk
     """
     from invpool.binding import write_proof
     from invpool.cli import tables
-    from invpool.generate import proof_record, prove_package
-    from invpool.gpu import present_gpu
+    from invpool.generate import proof_record, prove_on_emulator, prove_package, proving_places
 
+    wanted = _on(on)
     with _err.status(f"checking {path}"):
-        kernels, closed_form = prove_package(path, present_gpu() is not None)
-    record = proof_record(kernels, closed_form)
+        on_gpu, on_emulator = proving_places(wanted)
+        kernels, closed_form = prove_package(path, on_gpu)
+        emulated = prove_on_emulator(path, required=wanted is not None) if on_emulator else None
+    record = proof_record(kernels, closed_form, emulated)
     try:
         write_proof(path, record)
     except OutputError as error:
@@ -156,9 +179,10 @@ def check(path: PackagePath, json: JsonOption = False) -> None:
     if json:
         tables.print_json(_out, record)
     else:
-        tables.print_proof(_out, "kernels", kernels)
+        for proof in tables.kernel_proofs(kernels, emulated):
+            tables.print_proof(_out, "kernels", proof)
         tables.print_proof(_out, "closed form for CPU tensors", closed_form)
-    if not closed_form.ok or (kernels is not None and not kernels.ok):
+    if not all(proof.ok for proof in (kernels, emulated, closed_form) if proof is not None):
         raise typer.Exit(1)
 
 
@@ -240,8 +264,8 @@ def clean(
     from invpool.cache import default_root
 
     folders = [path] if read_manifest(path) else sorted(folder for folder in path.glob("*/") if read_manifest(folder))
-    if cache and (default_root() / "kernels").is_dir():
-        folders.append(default_root() / "kernels")
+    if cache:
+        folders += [default_root() / name for name in ("kernels", "emulated") if (default_root() / name).is_dir()]
     for folder in folders:
         if not dry_run:
             try:

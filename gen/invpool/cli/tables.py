@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rich import box
 from rich.console import Console
@@ -19,6 +19,8 @@ from invpool.gpu import Gpu
 from invpool.spec import PoolSpec
 
 NOT_RUN = "compiled, not run"
+_P = TypeVar("_P", Proof, dict[str, Any])
+_NOWHERE = "there is no GPU here, and no g++ for the emulator"
 
 
 def print_json(console: Console, data: Any) -> None:
@@ -74,6 +76,7 @@ def generated_dict(result: Generated) -> dict[str, Any]:
         "archs": list(result.archs),
         "kernels": kernels,
         "kernel_proof": result.kernel_proof.as_dict() if result.kernel_proof else None,
+        "emulated_proof": result.emulated_proof.as_dict() if result.emulated_proof else None,
         "closed_form_proof": result.cpu_proof.as_dict(),
     }
 
@@ -93,24 +96,24 @@ def print_generated(console: Console, result: Generated) -> None:
         resources = next(c.resources for t, c in kernel.images if t.name == target)
         assert resources is not None
         blocks = result.gpu.blocks_per_sm(launch.threads, launch.shared_bytes, resources.registers)
-        proof = f"[yellow]{NOT_RUN}[/]"
-        if result.kernel_proof:
-            proof = _proof_cell(result.kernel_proof.worst("out" if kernel.plan.direction == "forward" else "dx"))
+        proof = kernel_proofs(result.kernel_proof, result.emulated_proof)[0]
+        prefix = "out" if kernel.plan.direction == "forward" else "dx"
         table.add_row(
             kernel.plan.direction,
             str(resources.registers),
             f"{resources.spill_stores + resources.spill_loads} B",
             _kib(launch.shared_bytes),
             f"{100 * blocks * launch.threads / result.gpu.threads_per_sm:.0f} %, {blocks} blocks",
-            proof,
+            _proof_cell(proof.worst(prefix)) if proof else f"[yellow]{NOT_RUN}[/]",
         )
     console.print(table)
     for kernel in result.kernels:
         console.print(f"{kernel.plan.direction + ':':<10}{kernel.algorithm.name} {kernel.plan}", soft_wrap=True)
-    if result.kernel_proof:
-        console.print(f"kernels: checked on {result.kernel_proof.device}, forward and backward, against float64")
-    else:
-        console.print(f"kernels: {NOT_RUN}: there is no GPU here; run [bold]invpool check {out}[/] where there is one")
+    for checked in kernel_proofs(result.kernel_proof, result.emulated_proof):
+        if checked:
+            console.print(f"kernels: checked on {checked.device}, forward and backward, against float64")
+        else:
+            console.print(f"kernels: {NOT_RUN}: {_NOWHERE}; run [bold]invpool check {out}[/] where there is one")
     console.print(f"closed form for CPU tensors: {_closed_form_line(result.cpu_proof)}")
     console.print(f"targets: {', '.join(target.name for target, _ in result.kernels[0].images)}")
     console.print(f"package: {out}")
@@ -122,6 +125,11 @@ def print_generated(console: Console, result: Generated) -> None:
     )
 
 
+def kernel_proofs(on_gpu: _P | None, emulated: _P | None) -> list[_P | None]:
+    """The proofs of the kernels that there are, the GPU's first; one None where the kernels ran nowhere."""
+    return [proof for proof in (on_gpu, emulated) if proof is not None] or [None]
+
+
 def _closed_form_line(proof: Proof) -> str:
     worst = max(proof.findings, key=lambda finding: finding.error / finding.tolerance if finding.tolerance else 0.0)
     return f"{'ok' if proof.ok else 'WRONG'}, {len(proof.findings)} checks, nearest {worst.name} {worst.error:.1e}"
@@ -129,7 +137,7 @@ def _closed_form_line(proof: Proof) -> str:
 
 def print_proof(console: Console, title: str, proof: Proof | None) -> None:
     if proof is None:
-        console.print(f"{title}: [yellow]{NOT_RUN}[/]: there is no GPU here")
+        console.print(f"{title}: [yellow]{NOT_RUN}[/]: {_NOWHERE}")
         return
     table = _table(
         f"{title} on {proof.device}", "check", "error", "allowed", "against", "", left=("check", "against", "")
@@ -169,12 +177,12 @@ def print_manifest(console: Console, folder: Path, manifest: dict[str, Any], pro
             f"{launch['threads']} threads, {_kib(launch['shared_bytes'])} shared",
             soft_wrap=True,
         )
-    kernels = (proof or {}).get("kernels")
-    console.print(
-        f"kernels: last checked on {kernels['device']}: {'ok' if kernels['ok'] else 'WRONG'}"
-        if kernels
-        else f"kernels: {NOT_RUN}"
-    )
+    for kernels in kernel_proofs(*((proof or {}).get(where) for where in ("kernels", "emulated"))):
+        console.print(
+            f"kernels: last checked on {kernels['device']}: {'ok' if kernels['ok'] else 'WRONG'}"
+            if kernels
+            else f"kernels: {NOT_RUN}"
+        )
     console.print(f"regenerate with: {manifest['regenerate']}", highlight=False)
 
 

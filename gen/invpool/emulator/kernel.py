@@ -132,20 +132,22 @@ def poison(array: Any) -> None:
     ctypes.memset(memory.address, 0xFF, memory.bytes)
 
 
-def _still_poisoned(array: Any, memory: _Memory) -> list[int]:
-    """Flat positions of the elements that are all NaN bytes."""
-    size = memory.bytes // max(1, _elements(array))
-    content = bytes(memory.view())
-    pattern = b"\xff" * size
-    found, start = [], content.find(pattern)
-    while start >= 0:
-        if start % size == 0:
-            found.append(start // size)
-            start += size
-        else:
-            start += 1
-        start = content.find(pattern, start)
-    return found
+def require_written(what: str, array: Any) -> None:
+    """Refuses an array that a kernel should have written whole, but of which an element is NaN bytes still.
+
+    Raises:
+        EmulationError: says how many, and where the first one is.
+    """
+    memory, count = _Memory.of(array, 0), _elements(array)
+    size = memory.bytes // max(1, count)
+    content, pattern = bytes(memory.view()), b"\xff" * size
+    # The pattern may also straddle two elements: only multiples of the size count.
+    missing = [i for i in range(count) if content[i * size : (i + 1) * size] == pattern] if pattern in content else []
+    if missing:
+        raise EmulationError(
+            f"{what}: {len(missing)} of {count} elements are poison, first at {_coordinates(missing[0], array.shape)}: "
+            "never written, or computed from shared memory that was read before it was written"
+        )
 
 
 def _elements(array: Any) -> int:
@@ -264,21 +266,11 @@ class EmulatedKernel:
         outputs = []
         for position, (wanted, array) in enumerate(zip(arguments, arrays, strict=True)):
             if isinstance(wanted, Output):
-                self._require_written(position, array, memory[position])
+                require_written(f"{self.entry}: argument {position}", array)
                 outputs.append(array)
         points = (SynchronisationPoint(p["operation"], p["line"], p["executions"]) for p in launched["points"])
         counters = Counters.from_report(launched["counters"]) if "counters" in launched else None
         return Launched(tuple(outputs), tuple(sorted(points, key=lambda point: point.line)), counters)
-
-    def _require_written(self, position: int, array: Any, memory: _Memory | None) -> None:
-        assert memory is not None
-        missing = _still_poisoned(array, memory)
-        if missing:
-            raise EmulationError(
-                f"{self.entry}: {len(missing)} of {_elements(array)} elements of argument {position} are poison, "
-                f"first at {_coordinates(missing[0], array.shape)}: never written, or computed from shared memory that "
-                "was read before it was written"
-            )
 
     def _require_same(
         self, arrays: Sequence[Any], one: list[bytes], other: list[bytes], seed: int, second: int
