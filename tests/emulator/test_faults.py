@@ -216,6 +216,24 @@ def test_what_is_not_modelled_does_not_compile() -> None:
     assert "docs/emulator.md" in str(caught.value)
 
 
+@pytest.mark.parametrize("portable_switch", [False, True])
+def test_a_fault_of_the_processor_leaves_the_process_alive(portable_switch: bool) -> None:
+    body = "  out[threadIdx.x] = threadIdx.x == 9 ? *reinterpret_cast<const float*>(8) : 0.0f;\n"
+    planted = kernel(body, portable_switch=portable_switch)
+    for _ in range(2):
+        with pytest.raises(
+            EmulationError, match="thread 9 of block 0 was stopped by Segmentation fault; the build 'address'"
+        ):
+            launch(planted)
+    np.testing.assert_array_equal(launch(kernel(REVERSE)), np.arange(THREADS, dtype=np.float32)[::-1])
+
+
+def test_a_stack_that_runs_out_leaves_the_process_alive() -> None:
+    body = "  volatile float much[200000];\n  much[threadIdx.x] = 0;\n  out[threadIdx.x] = much[threadIdx.x];\n"
+    with pytest.raises(EmulationError, match="was stopped by Segmentation fault"):
+        launch(kernel(body))
+
+
 def test_stack_overflow_of_one_thread_does_not_run_into_another() -> None:
     body = "  volatile float much[200000];\n  much[threadIdx.x] = 0;\n  out[threadIdx.x] = much[threadIdx.x];\n"
     with pytest.raises(SanitizerError, match="AddressSanitizer"):

@@ -120,6 +120,7 @@ def _native_files() -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in folder.iterdir() if file.name.endswith((".h", ".cpp"))}
 
 
+@functools.lru_cache(maxsize=1)
 def _cuda_include() -> Path:
     """The folder of cuda_fp16.h and cuda_bf16.h, which g++ can compile: the toolkit's, else PyPI's.
 
@@ -128,7 +129,10 @@ def _cuda_include() -> Path:
     """
     candidates: list[Path] = []
     with contextlib.suppress(CompilerNotFoundError):
-        candidates.append(find_nvcc().resolve().parents[1] / "include")
+        # nvcc may be a script that starts another: it alone knows where its headers are.
+        argv = [find_nvcc(), "--dryrun", "-x", "cu", "-c", os.devnull]
+        said = subprocess.run(argv, check=False, capture_output=True, text=True, timeout=60).stderr
+        candidates += [Path(folder) for folder in re.findall(r'"?-I([^" ]+)"?', said)]
     for package in ("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu12"):
         try:
             files = importlib.metadata.files(package) or []

@@ -8,6 +8,7 @@
 
 #include "engine.h"
 
+#include <signal.h>
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -15,6 +16,8 @@
 #include <barrier>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
+#include <iterator>
 #include <memory>
 #include <numeric>
 #include <string>
@@ -304,6 +307,46 @@ void make_fibers() {
   }
 }
 
+// ---- faults of the processor. A kernel that reads a wild pointer, or a vector that is not aligned, must not take
+// the host's process along; sanitizers have handlers of their own, which say more.
+
+volatile sig_atomic_t faulted;  // the signal that ended a fiber
+
+#if !defined(EMULATOR_ASAN) && !defined(EMULATOR_TSAN)
+constexpr int kFaults[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL};
+
+void leave_fiber(int signal) {
+  faulted = signal;
+  switch_context(fibers[current].context, scheduler);  // for good
+}
+
+// Catches faults as long as it lives. The handler has a stack of its own: a fiber's may be what has run out.
+class FaultGuard {
+ public:
+  FaultGuard() : memory_(new unsigned char[kStackBytes]) {
+    stack_t stack{};
+    stack.ss_sp = memory_.get();
+    stack.ss_size = kStackBytes;
+    sigaltstack(&stack, &stack_before_);
+    struct sigaction action {};
+    action.sa_handler = leave_fiber;
+    action.sa_flags = SA_ONSTACK | SA_NODEFER;  // the handler does not return, so nothing would unblock the signal
+    for (std::size_t i = 0; i < std::size(kFaults); ++i) sigaction(kFaults[i], &action, &before_[i]);
+  }
+  ~FaultGuard() {
+    for (std::size_t i = 0; i < std::size(kFaults); ++i) sigaction(kFaults[i], &before_[i], nullptr);
+    sigaltstack(&stack_before_, nullptr);
+  }
+
+ private:
+  std::unique_ptr<unsigned char[]> memory_;
+  stack_t stack_before_{};
+  struct sigaction before_[std::size(kFaults)];
+};
+#else
+struct FaultGuard {};
+#endif
+
 // ---- what stops a block
 
 std::string describe_threads(const std::vector<unsigned>& threads) {
@@ -426,7 +469,12 @@ std::string run_block_on_fibers(std::uint64_t block, Random& random) {
   for (;;) {
     random.shuffle(order);  // no order of the threads between two barriers is promised
     for (const unsigned thread : order) {
-      if (fibers[thread].state == State::ready) run_fiber(thread);
+      if (fibers[thread].state != State::ready) continue;
+      run_fiber(thread);
+      if (faulted) {
+        return "thread " + std::to_string(thread) + " of block " + std::to_string(block) + " was stopped by " +
+               strsignal(faulted) + "; the build 'address' says where";
+      }
     }
     const bool all_done = std::all_of(fibers.begin(), fibers.begin() + block_threads,
                                       [](const Fiber& fiber) { return fiber.state == State::done; });
@@ -593,6 +641,9 @@ int emulator_launch(void (*entry)(), const Launch* wanted, const Argument* given
 #endif
   if (!launch->on_threads) make_fibers();
   if (count_begin_launch) count_begin_launch();
+
+  faulted = 0;
+  [[maybe_unused]] const FaultGuard guard;
 
   Random random{launch->seed};
   std::vector<std::uint64_t> blocks(std::uint64_t(launch->grid.x) * launch->grid.y * launch->grid.z);

@@ -1,0 +1,50 @@
+"""Inputs and plans that the emulator's tests share."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+from torch import Tensor
+
+from invpool.abi import DIRECTIONS
+from invpool.algorithms import Choice, choose, find_algorithm
+from invpool.check import make_inputs
+from invpool.gpu import KNOWN_GPUS
+from invpool.spec import PoolSpec
+
+GPU = KNOWN_GPUS["h200"]
+
+
+def default_choice(spec: PoolSpec, algorithm: str) -> Choice:
+    return choose(spec, GPU, algorithm)
+
+
+def random_choice(spec: PoolSpec, algorithm: str, seed: int = 0) -> Choice:
+    """Two legal plans, the same ones for the same arguments on every day."""
+    draw = random.Random(f"{spec.slug} {algorithm} {seed}")
+    found = find_algorithm(algorithm)
+    return Choice(found, *(draw.choice(found.legal(spec, GPU, direction)) for direction in DIRECTIONS))
+
+
+def guarded(tensor: Tensor, shift: int = 0) -> Tensor:
+    """The same contents between NaN on both sides, ``shift`` elements off a 64-byte boundary."""
+    room = 64
+    buffer = torch.full((room + shift + tensor.numel() + room,), float("nan")).to(tensor.dtype)
+    start = room + shift
+    buffer[start : start + tensor.numel()] = tensor.flatten()
+    view = buffer[start : start + tensor.numel()].view(tensor.shape)
+    assert view.is_contiguous()
+    return view
+
+
+def inputs(spec: PoolSpec, kind: str, items: int = 3, seed: int = 0) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(x, g, mask) of a kind of :func:`invpool.check.make_inputs`; the mask is None unless the spec has one."""
+    generator = torch.Generator().manual_seed(seed + 1)
+    x = make_inputs(spec, items, "cpu", seed)[kind]
+    g = torch.randn(items, spec.H, generator=generator, dtype=torch.float64).to(x.dtype)
+    if not spec.masked:
+        return x, g, None
+    mask = (torch.rand(items, spec.H, generator=generator) < 0.7).to(torch.uint8)
+    mask[0] = 0  # an item of which nothing takes part
+    return x, g, mask

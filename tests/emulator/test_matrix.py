@@ -1,0 +1,71 @@
+"""Every algorithm, element type and layout, over H and K chosen pairwise, against float64.
+
+The quick part takes a sixth of the pairs for each combination, all pairs among them; the slow part all of them.
+INVPOOL_MATRIX=full takes every H with every K: one long run.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+
+import pytest
+
+from emulator.pools import default_choice, guarded, inputs, random_choice
+from invpool.algorithms import ALGORITHMS
+from invpool.check import tolerance
+from invpool.emulator.pool import EmulatedPool
+from invpool.errors import PlanError
+from invpool.reference import composite_errors, norm_error, pool_ref
+from invpool.spec import DTYPES, LAYOUTS, PoolSpec
+
+SIZES = (1, 2, 3, 5, 17, 31, 32, 33, 63, 65, 127, 128, 257)
+# Each H with two K and each K with two H, small with large as well as near with near.
+PAIRS = [
+    (SIZES[i], SIZES[(step * i + shift) % len(SIZES)]) for step, shift in ((1, 0), (5, 4)) for i in range(len(SIZES))
+]
+PAIRS.remove((257, 257))  # needs more shared memory than a block of any GPU has
+COMBINATIONS = list(itertools.product(sorted(ALGORITHMS), DTYPES, LAYOUTS))
+STRIDE = 6
+FEWEST_ROWS = 512  # the tolerance rule compares two norms: of a few numbers they scatter
+
+
+def _cases() -> list:
+    cases = []
+    pairs = list(itertools.product(SIZES, SIZES)) if os.environ.get("INVPOOL_MATRIX") == "full" else PAIRS
+    for number, (algorithm, dtype, layout) in enumerate(COMBINATIONS):
+        for position, (H, K) in enumerate(pairs):
+            quick = position % STRIDE == number % STRIDE
+            # One in three is masked, whatever the stride picks.
+            spec = PoolSpec(H, K, dtype, layout, masked=(position // STRIDE + number) % 3 == 0)
+            marks = [] if quick else [pytest.mark.slow]
+            cases.append(pytest.param(algorithm, spec, position, id=f"{algorithm}-{spec.slug}", marks=marks))
+    return cases
+
+
+def test_the_pairs_cover_every_size() -> None:
+    assert len(PAIRS) == 25
+    assert len(set(PAIRS)) == 25
+    assert {h for h, _ in PAIRS} == {k for _, k in PAIRS} == set(SIZES)
+
+
+@pytest.mark.parametrize(("algorithm", "spec", "position"), _cases())
+def test_against_float64(algorithm: str, spec: PoolSpec, position: int) -> None:
+    try:
+        choice = default_choice(spec, algorithm) if position % 2 else random_choice(spec, algorithm)
+    except (PlanError, IndexError):
+        # random_choice has nothing to draw from either: the item must be larger than a block's shared memory.
+        assert spec.H * (spec.K + 2) * spec.scalar_bytes > 227 * 1024
+        return
+    pool = EmulatedPool(spec, choice)
+    kinds = ("normal", "large", "shifted")
+    for shift, kind in enumerate(kinds):
+        x, g, mask = inputs(spec, kind, items=max(2, FEWEST_ROWS // spec.H))
+        x, g = guarded(x, shift), guarded(g, shift)  # a view may start at any element
+        truth = pool_ref(x, g, spec.layout, mask=mask)
+        out_today, dx_today = composite_errors(x, g, truth, spec.layout, mask)
+        state = {name: guarded(value) for name, value in pool.forward(x, mask, orders=2).items()}
+        dx = pool.backward(x, g, state, mask, orders=2)
+        plans = f"{kind}: {choice.forward}; {choice.backward}"
+        assert norm_error(state["out"], truth.out) <= tolerance(spec, "out", out_today), plans
+        assert norm_error(dx, truth.dx) <= tolerance(spec, "dx", dx_today), plans
