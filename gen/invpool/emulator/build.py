@@ -130,7 +130,7 @@ def _cuda_include() -> Path:
     candidates: list[Path] = []
     with contextlib.suppress(CompilerNotFoundError):
         # nvcc may be a script that starts another: it alone knows where its headers are.
-        argv = [find_nvcc(), "--dryrun", "-x", "cu", "-c", os.devnull]
+        argv = [str(find_nvcc()), "--dryrun", "-x", "cu", "-c", os.devnull]
         said = subprocess.run(argv, check=False, capture_output=True, text=True, timeout=60).stderr
         candidates += [Path(folder) for folder in re.findall(r'"?-I([^" ]+)"?', said)]
     for package in ("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu12"):

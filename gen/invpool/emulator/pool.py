@@ -21,19 +21,22 @@ class EmulatedPool:
     """Forward and backward of ``choice`` for ``spec``.
 
     Attributes:
+        spec, choice, build, portable_switch: as given; see :class:`EmulatedKernel` for the last two.
         sources: the .cu text of each direction.
         kernels: what runs, by direction; built when first asked for.
     """
 
-    def __init__(self, spec: PoolSpec, choice: Choice, build: Build = "plain") -> None:
-        self.spec, self.choice, self.build = spec, choice, build
+    def __init__(self, spec: PoolSpec, choice: Choice, build: Build = "plain", portable_switch: bool = False) -> None:
+        self.spec, self.choice, self.build, self.portable_switch = spec, choice, build, portable_switch
         self.sources = {d: render_kernel(choice.algorithm, spec, choice.plan(d)) for d in DIRECTIONS}
         self._kernels: dict[Direction, EmulatedKernel] = {}
 
     def kernel(self, direction: Direction) -> EmulatedKernel:
         """The built kernel of a direction."""
         if direction not in self._kernels:
-            self._kernels[direction] = EmulatedKernel(self.sources[direction], build=self.build)
+            self._kernels[direction] = EmulatedKernel(
+                self.sources[direction], build=self.build, portable_switch=self.portable_switch
+            )
         return self._kernels[direction]
 
     def run(

@@ -1,0 +1,64 @@
+"""Every template, direction and branch under AddressSanitizer with UndefinedBehaviorSanitizer, and ThreadSanitizer."""
+
+from __future__ import annotations
+
+import pytest
+
+from emulator.pools import GPU, guarded, inputs
+from invpool.abi import DIRECTIONS
+from invpool.algorithms import ALGORITHMS, Choice, find_algorithm
+from invpool.check import tolerance
+from invpool.emulator.pool import EmulatedPool
+from invpool.reference import composite_errors, norm_error, pool_ref
+from invpool.spec import PoolSpec
+
+# (spec, plan knobs, kind of input, elements that x is off an aligned address): each names what it is there for.
+CASES = {
+    "whole warps, one tile": (PoolSpec(64, 32), {"k_tile": 32, "columns": 4}, "normal", 0),
+    "part of a warp, tail tile, rest of the columns": (PoolSpec(37, 21), {"k_tile": 8, "columns": 8}, "normal", 0),
+    "centred items": (PoolSpec(37, 21), {"k_tile": 16, "columns": 2}, "shifted", 0),
+    "masked": (PoolSpec(37, 12, masked=True), {"k_tile": 8, "columns": 4}, "normal", 0),
+    "masked and centred, one column": (PoolSpec(33, 9, masked=True), {"k_tile": 8, "columns": 1}, "shifted", 0),
+    "rows in shared memory, own row not in registers": (
+        PoolSpec(36, 20),
+        {"shared_order": "row", "k_tile": 8, "columns": 4},
+        "large",
+        0,
+    ),
+    "padded rows": (PoolSpec(40, 16), {"shared_order": "padded", "k_tile": 16, "columns": 8}, "normal", 0),
+    "x off its alignment": (PoolSpec(36, 16), {"k_tile": 16, "columns": 4}, "normal", 1),
+    "time-major": (PoolSpec(36, 10, layout="bkh"), {"k_tile": 8, "columns": 4}, "shifted", 3),
+    "float64": (PoolSpec(34, 11, "float64"), {"k_tile": 8, "columns": 2}, "normal", 0),
+    "16 bits": (PoolSpec(40, 24, "float16"), {"k_tile": 16, "columns": 4}, "normal", 0),
+    "16 bits off their alignment": (PoolSpec(35, 24, "bfloat16", masked=True), {"k_tile": 8}, "shifted", 1),
+    "one variate of one step": (PoolSpec(1, 1), {"k_tile": 8, "columns": 1}, "normal", 0),
+}
+
+
+def _pool(algorithm: str, spec: PoolSpec, knobs: dict, build: str) -> EmulatedPool:
+    found = find_algorithm(algorithm)
+    plans = []
+    for direction in DIRECTIONS:
+        legal = [p for p in found.legal(spec, GPU, direction) if knobs.items() <= p.knobs.items()]
+        assert legal, f"no legal {direction} plan of {algorithm} has {knobs}"
+        plans.append(legal[0])
+    return EmulatedPool(spec, Choice(found, *plans), build)
+
+
+@pytest.mark.parametrize("build", ["address", "thread"])
+@pytest.mark.parametrize("algorithm", sorted(ALGORITHMS))
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(name, marks=[] if name == "centred items" else [pytest.mark.slow]) for name in CASES],
+)
+def test_nothing_is_found_and_the_numbers_are_right(case: str, algorithm: str, build: str) -> None:
+    spec, knobs, kind, shift = CASES[case]
+    pool = _pool(algorithm, spec, knobs, build)
+    x, g, mask = inputs(spec, kind, items=3)
+    x, g = guarded(x, shift), guarded(g, shift)
+    truth = pool_ref(x, g, spec.layout, mask=mask)
+    out_today, dx_today = composite_errors(x, g, truth, spec.layout, mask)
+    state = pool.forward(x, mask)
+    dx = pool.backward(x, g, state, mask)
+    assert norm_error(state["out"], truth.out) <= 2 * tolerance(spec, "out", out_today)
+    assert norm_error(dx, truth.dx) <= 2 * tolerance(spec, "dx", dx_today)
