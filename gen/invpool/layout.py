@@ -58,10 +58,10 @@ def wavefronts(addresses: Iterable[int], access_bytes: int) -> int:
         access_bytes: width of a thread's access: 2, 4, 8 or 16.
 
     A warp moves at most 128 bytes a pass, so 8-byte accesses are served by half warps and 16-byte
-    ones by quarter warps; threads that read the same word share it. Within a pass, the bank with
-    the most different words decides.
+    ones by quarter warps; threads that read the same word share it, and threads with the same address
+    count as one. Within a pass, the bank with the most different words decides.
     """
-    threads = list(addresses)
+    threads = list(dict.fromkeys(addresses))
     group = min(len(threads), max(1, _WAVEFRONT_BYTES // max(access_bytes, _BANK_BYTES)))
     total = 0
     for first in range(0, len(threads), group):

@@ -61,6 +61,10 @@ std::uint64_t warp_exchange(const Place& place, unsigned mask, std::uint64_t bit
 unsigned lane();
 unsigned char* dynamic_shared();
 
+// What the build `count` counts of floating-point arithmetic; see counted.h.
+enum Operation { kFma, kAdd, kMultiply, kDivide, kExponential, kLogarithm, kExtremum, kOperations };
+void count(Operation operation);
+
 template <class T>
 T shuffle(const Place& place, unsigned mask, T value, unsigned source) {
   static_assert(sizeof(T) <= 8 && std::is_trivially_copyable<T>::value, "a shuffle moves at most 8 bytes");

@@ -51,7 +51,7 @@ namespace {
 
 constexpr unsigned kWarp = 32;
 constexpr std::size_t kStackBytes = std::size_t(256) << 10;
-constexpr std::size_t kGuardBytes = 4096;
+constexpr std::size_t kGuardBytes = std::size_t(64) << 10;  // a page on every CPU that Linux runs on
 constexpr unsigned kPoison = 0xff;  // NaN in every floating-point type, when all bytes are so
 constexpr std::size_t kMostArguments = 32;
 
@@ -161,7 +161,7 @@ unsigned char* dynamic;
 std::vector<SynchronisationPoint> points;
 // Not a mutex: ThreadSanitizer would take its lock for an order among the fibers.
 std::atomic_flag points_guard;
-std::vector<Fiber> fibers;  // kept between launches, for their stacks
+std::vector<Fiber> fibers;
 Context scheduler;
 int reduced;  // what the last block barrier returns
 unsigned block_generation;
@@ -283,26 +283,39 @@ void fiber_main() {
   }
 }
 
-void make_fibers() {
-  if (fibers.size() < block_threads) fibers.resize(block_threads);
+// The stacks of a launch's fibers, gone with it: every kernel of a process has an engine of its own, and the
+// system grants a process only so many mappings.
+class Stacks {
+ public:
+  explicit Stacks(unsigned count) : bytes_(std::size_t(count) * kStride) {
+    void* memory =
+        mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (memory == MAP_FAILED) throw std::bad_alloc();
+    memory_ = static_cast<unsigned char*>(memory);
+    // A stack that overflows must not run into its neighbour.
+    for (unsigned i = 0; i < count; ++i) mprotect(memory_ + i * kStride, kGuardBytes, PROT_NONE);
+  }
+  ~Stacks() { munmap(memory_, bytes_); }
+  Stacks(const Stacks&) = delete;
+  unsigned char* operator[](unsigned i) const { return memory_ + i * kStride + kGuardBytes; }
+
+ private:
+  static constexpr std::size_t kStride = kGuardBytes + kStackBytes;
+  std::size_t bytes_;
+  unsigned char* memory_;
+};
+
+void make_fibers(const Stacks& stacks) {
+  fibers.assign(block_threads, {});
   for (unsigned t = 0; t < block_threads; ++t) {
     Fiber& fiber = fibers[t];
-    if (!fiber.stack) {
-      void* memory = mmap(nullptr, kGuardBytes + kStackBytes, PROT_READ | PROT_WRITE,
-                          MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-      if (memory == MAP_FAILED) {
-        std::perror("the emulator cannot have a fiber's stack");
-        std::abort();
-      }
-      mprotect(memory, kGuardBytes, PROT_NONE);  // a stack that overflows must not run into its neighbour
-      fiber.stack = static_cast<unsigned char*>(memory) + kGuardBytes;
+    fiber.stack = stacks[t];
 #ifdef EMULATOR_TSAN
-      fiber.tsan = __tsan_create_fiber(0);
-      char name[32];
-      std::snprintf(name, sizeof name, "CUDA thread %u", t);
-      __tsan_set_fiber_name(fiber.tsan, name);
+    fiber.tsan = __tsan_create_fiber(0);
+    char name[32];
+    std::snprintf(name, sizeof name, "CUDA thread %u", t);
+    __tsan_set_fiber_name(fiber.tsan, name);
 #endif
-    }
     start_context(fiber.context, fiber.stack, fiber_main);
   }
 }
@@ -476,8 +489,8 @@ std::string run_block_on_fibers(std::uint64_t block, Random& random) {
                strsignal(faulted) + "; the build 'address' says where";
       }
     }
-    const bool all_done = std::all_of(fibers.begin(), fibers.begin() + block_threads,
-                                      [](const Fiber& fiber) { return fiber.state == State::done; });
+    const bool all_done =
+        std::all_of(fibers.begin(), fibers.end(), [](const Fiber& fiber) { return fiber.state == State::done; });
     if (all_done) break;
     if (!finish_warp_operations() && !finish_block_barrier()) return explain_stall(block);
   }
@@ -639,7 +652,8 @@ int emulator_launch(void (*entry)(), const Launch* wanted, const Argument* given
 #ifdef EMULATOR_TSAN
   scheduler_tsan = __tsan_get_current_fiber();
 #endif
-  if (!launch->on_threads) make_fibers();
+  const Stacks stacks(launch->on_threads ? 1 : block_threads);
+  if (!launch->on_threads) make_fibers(stacks);
   if (count_begin_launch) count_begin_launch();
 
   faulted = 0;
