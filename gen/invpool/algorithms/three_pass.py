@@ -16,6 +16,8 @@ from invpool.spec import PoolSpec
 
 SharedOrder = Literal["row", "padded", "transposed"]
 _MAX_THREADS: Final = 1024
+# Vectors of H scalars beside the staged item in backward: the means (then out), and g. Forward has the means.
+_BACKWARD_VECTORS: Final = 2
 _COLUMNS: Final = (1, 2, 4, 8)
 _K_TILES: Final = (8, 16, 32, 64)
 _REGISTERS: Final = (64, 80, 104, 128, 168, 255)
@@ -107,7 +109,7 @@ class ThreePass(Algorithm[ThreePassPlan]):
         if shared > gpu.shared_per_block:
             return (
                 f"needs {shared} bytes of shared memory a block, {gpu.name} has {gpu.shared_per_block}; "
-                f"{self._what_would_fit(spec, plan, gpu)}"
+                f"{self._what_would_fit(spec, gpu)}"
             )
         threads = self.launch(spec, plan).threads
         if threads * plan.registers > gpu.registers_per_sm:
@@ -117,19 +119,15 @@ class ThreePass(Algorithm[ThreePassPlan]):
             return f"needs about {needed} registers a thread, the plan allows {plan.registers}; lower columns or k_tile"
         return None
 
-    def _what_would_fit(self, spec: PoolSpec, plan: ThreePassPlan, gpu: Gpu) -> str:
-        """The largest K at this H, and the largest H at this K, whose unpadded item fits."""
+    def _what_would_fit(self, spec: PoolSpec, gpu: Gpu) -> str:
+        """The largest K at this H, and the largest H at this K, that fit unpadded in both directions."""
         room = gpu.shared_per_block // spec.scalar_bytes
-        rows = self._row_vectors(plan)
+        rows = _BACKWARD_VECTORS
         k_limit = max(0, room // spec.H - rows)
         h_limit = max(0, min(_MAX_THREADS, room // (spec.K + rows)))
         fits = [f"K <= {k_limit} at H={spec.H}"] if k_limit else []
         fits += [f"H <= {h_limit} at K={spec.K}"] if h_limit else []
         return f"{' or '.join(fits)} would fit" if fits else "nothing near this H and K would fit"
-
-    def _row_vectors(self, plan: ThreePassPlan) -> int:
-        """Vectors of H scalars beside the staged item: forward the means; backward the means (then out) and g."""
-        return int(self._keeps_means) if plan.direction == "forward" else 2
 
     def layout(self, spec: PoolSpec, plan: ThreePassPlan) -> SharedLayout:
         pad = _staged_strides(spec, plan.shared_order)[2]
