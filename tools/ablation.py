@@ -9,6 +9,7 @@ algorithms alternate, so a drifting clock meets all alike. Bandwidth is that of 
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 import tempfile
 from collections.abc import Callable
@@ -59,7 +60,7 @@ def main() -> None:
     assert gpu is not None, "this measures a GPU"
     big = torch.empty(2**29, dtype=torch.float32, device="cuda").normal_()
     target = torch.empty_like(big)
-    copy = measure({"copy": lambda: target.copy_(big)})["copy"]["median_us"]
+    copy = measure({"copy": functools.partial(target.copy_, big)})["copy"]["median_us"]
     copy_rate = 2 * big.numel() * 4 / copy / 1e3
     del big, target
     print(f"copy {copy_rate:.0f} GB/s on {gpu.name}")
@@ -76,8 +77,8 @@ def main() -> None:
             calls: dict[str, Callable[[], object]] = {}
             for algorithm, op in ops.items():
                 state = op.backward_state(op.cuda_forward(x, None, None))
-                calls[f"{algorithm} forward"] = lambda op=op: op.cuda_forward(x, None, None)
-                calls[f"{algorithm} backward"] = lambda op=op, state=state: op.cuda_backward(g, x, None, None, *state)
+                calls[f"{algorithm} forward"] = functools.partial(op.cuda_forward, x, None, None)
+                calls[f"{algorithm} backward"] = functools.partial(op.cuda_backward, g, x, None, None, *state)
             times = measure(calls)
             for direction in DIRECTIONS:
                 pair = {algorithm: times[f"{algorithm} {direction}"] for algorithm in ALGORITHMS}

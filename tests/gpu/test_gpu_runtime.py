@@ -102,7 +102,11 @@ def test_backward_in_autograds_thread_and_in_threads_of_our_own(gpu_op: GpuOp) -
         expected = {seed: train(seed, 20) for seed in range(4)}
     for wave in range(5):  # twenty short-lived threads, four at once
         got: dict[int, list[torch.Tensor]] = {}
-        threads = [threading.Thread(target=lambda s=seed: got.update({s: train(s, 20)})) for seed in range(4)]
+
+        def run(seed: int, results: dict[int, list[torch.Tensor]] = got) -> None:
+            results[seed] = train(seed, 20)
+
+        threads = [threading.Thread(target=run, args=(seed,)) for seed in range(4)]
         for thread in threads:
             thread.start()
         for thread in threads:
