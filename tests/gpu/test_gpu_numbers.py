@@ -193,3 +193,15 @@ def test_the_same_bits_every_time_and_for_every_batch(gpu_op: GpuOp, algorithm: 
         one = x[item : item + 1].detach().requires_grad_()
         assert torch.equal(op(one)[0], out[item])
         assert torch.equal(torch.autograd.grad(op(one), one, g[item : item + 1])[0][0], dx[item])
+
+
+def test_a_masked_first_variate_does_not_cost_the_others_their_digits(gpu_op: GpuOp) -> None:
+    """The centre of an un-normalised item is its first variate that takes part."""
+    spec = PoolSpec(137, 168, masked=True)
+    x = (100 + 0.05 * random_input(137, 168, "bhk", 4)).float().cuda()
+    mask = torch.rand(4, 137, device="cuda") < 0.7
+    mask[:, 0] = False
+    g = torch.randn(4, 137, device="cuda")
+    leaf, truth = x.clone().requires_grad_(), pool_ref(x, g, mask=mask)
+    (dx,) = torch.autograd.grad(gpu_op(spec)(leaf, mask=mask), leaf, g)
+    assert norm_error(dx, truth.dx) <= 1e-5

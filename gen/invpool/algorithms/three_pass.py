@@ -191,6 +191,8 @@ class ThreePass(Algorithm[ThreePassPlan]):
         tiles = -(-K // plan.k_tile)
         stride_h = _staged_strides(spec, order)[0]
         by_step = _pack_width(spec, plan.columns, H) if order == "transposed" else _pack_width(spec, K, stride_h)
+        # Broadcasts of 16 bytes count two passes each (ncu, H200: 16768 an item forward, 17152 backward).
+        passes_each = 2 if by_step * spec.scalar_bytes == 16 else 1
         staging = warps * K * own
         mean = self._mean_operations(spec)
         scratch = batch * H * H * spec.scalar_bytes
@@ -203,7 +205,7 @@ class ThreePass(Algorithm[ThreePassPlan]):
             fma = pairs * (2 * K + 8 + mean)
             groups = -(-H // plan.columns)
             own_reads = 0 if K <= plan.k_tile else 2 * groups * K * own
-            shared = staging + warps * (2 * H * K // by_step + own_reads + H * (mean // 4))
+            shared = staging + warps * (2 * H * K * passes_each // by_step + own_reads + H * (mean // 4))
             # The scratch is written, read back and written again.
             passes, mufu = 3, pairs
             lines = input_walk // load_width + 3 * row_walk
@@ -211,7 +213,7 @@ class ThreePass(Algorithm[ThreePassPlan]):
             # Row and column of dS, each K multiply-adds and about 4 operations a pair and tile.
             fma = pairs * (2 * K + tiles * (8 + mean))
             by_step = min(by_step, _pack_width(spec, plan.k_tile)) if order != "transposed" else by_step
-            shared = staging + warps * (2 * H * K // by_step + tiles * H * (3 + mean // 4))
+            shared = staging + warps * (2 * H * K * passes_each // by_step + tiles * H * (3 + mean // 4))
             # Row and column of the scratch are read once a tile.
             passes, mufu = 2 * tiles, 0
             lines = input_walk // load_width + input_walk + tiles * (row_walk + warps * H)
