@@ -59,9 +59,9 @@ class Cost:
         # A last wave that is not full leaves SMs idle: the busiest SM sets the pace.
         busiest = max(1, min(resident, -(-self.blocks // gpu.sm_count))) if waves == 1 else waves * resident
         share = busiest / self.blocks if self.blocks else 0.0
-        # Fewer than eight warps on an SM cannot hide the latency of its pipes.
+        # Fewer than one warp a scheduler cannot keep the pipes busy.
         warps = min(busiest, resident) * self.threads / WARP
-        hiding = min(1.0, warps / 8)
+        hiding = min(1.0, warps / 4)
         lanes = gpu.fp64_lanes if self.fp64 else gpu.fp32_lanes
         mufu_lanes = gpu.fp64_lanes / 16 if self.fp64 else gpu.mufu_lanes
         return {

@@ -52,7 +52,7 @@ def pool_ref(
     """
     leaf = x.detach().double().requires_grad_()
     seen = leaf if layout == "bhk" else leaf.mT
-    out = composite(seen, scale, mask, keys=seen - seen.mean(1, keepdim=True))
+    out = composite(seen, scale, mask, keys=seen - seen.detach().mean(1, keepdim=True))
     (dx,) = torch.autograd.grad(out, leaf, g.double())
     return Truth(out.detach(), dx)
 

@@ -131,7 +131,7 @@ def kernel_context(algorithm: Algorithm[Any], spec: PoolSpec, plan: Plan) -> dic
         "layout": spec.layout,
         "masked": spec.masked,
         "takes_part": "h < kH && mask_item[h] != 0" if spec.masked else "true",
-        "first_takes_part": "mask_item[0] != 0" if spec.masked else "true",
+        "first_variate": "first_taking_part(mask_item)" if spec.masked else "0",
         "has_out_acc": spec.keeps_out_acc,
         "element": _ELEMENT[spec.dtype],
         "element_bytes": spec.element_bytes,

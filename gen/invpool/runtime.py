@@ -498,22 +498,32 @@ class GeneratedOp:
             self._launch("forward", {"x": x, "scale": scale, "mask": mask, **named})
         return tuple(results)
 
+    def backward_state(self, results: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor | None]:
+        """What backward reads of forward's results: out as precise as it was kept, lse, and attn if it is kept."""
+        named = dict(zip(("out", *self.state), results, strict=True))
+        return named.get("out_acc", named["out"]), named["lse"], named.get("attn")
+
     def cuda_backward(
-        self, g: Tensor, x: Tensor, scale: Tensor | None, mask: Tensor | None, saved: Sequence[Tensor]
+        self,
+        g: Tensor,
+        x: Tensor,
+        scale: Tensor | None,
+        mask: Tensor | None,
+        out: Tensor,
+        lse: Tensor,
+        attn: Tensor | None,
     ) -> Tensor:
         dx = torch.empty_like(x, memory_format=torch.contiguous_format)
         if x.shape[0]:
-            named = dict(zip(("out", *self.state), (tensor.contiguous() for tensor in saved), strict=True))
-            named["out"] = named.get("out_acc", named["out"])
+            tensors: dict[str, Tensor | None] = {"g": g, "x": x, "mask": mask, "out": out, "lse": lse, "attn": attn}
+            dense = {name: None if tensor is None else tensor.contiguous() for name, tensor in tensors.items()}
             scale = self.default_scale(x.device) if scale is None else scale
-            mask = None if mask is None else mask.contiguous()
-            tensors = {"x": x.contiguous(), "g": g.contiguous(), "dx": dx, "scale": scale, "mask": mask, **named}
-            self._launch("backward", tensors)
+            self._launch("backward", dense | {"scale": scale, "dx": dx})
         return dx
 
     def cpu_forward(self, x: Tensor, scale: Tensor | None, mask: Tensor | None) -> tuple[Tensor, ...]:
         results = self.empty_state(x)
-        seen = _closed_form_view(self.namespace, x)
+        seen = _closed_form_view(self.namespace, x.contiguous())
         attention, lse = closed_form_attention(seen, scale, mask)
         out = closed_form_forward(seen, scale, mask)
         values = {"out": out, "out_acc": out, "lse": lse, "attn": attention}
@@ -522,32 +532,50 @@ class GeneratedOp:
         return tuple(results)
 
     def cpu_backward(
-        self, g: Tensor, x: Tensor, scale: Tensor | None, mask: Tensor | None, saved: Sequence[Tensor]
+        self,
+        g: Tensor,
+        x: Tensor,
+        scale: Tensor | None,
+        mask: Tensor | None,
+        out: Tensor,
+        lse: Tensor,
+        attn: Tensor | None,
     ) -> Tensor:
-        seen = _closed_form_view(self.namespace, x)
-        dx = closed_form_backward(seen, g.to(seen.dtype), scale, mask)
+        seen = _closed_form_view(self.namespace, x.contiguous())
+        dx = closed_form_backward(seen, g.contiguous().to(seen.dtype), scale, mask)
         return self.variate_major(dx).to(self.dtype).contiguous()
 
 
 # ---------------------------------------------------------------- registration and autograd
 
 _OPS: dict[str, GeneratedOp] = {}
+# The raw ops by namespace and direction: torch.compile can follow a dictionary, but not torch.ops by a name in ctx.
+_RAW: dict[tuple[str, str], Callable[..., Any]] = {}
 
 
 def _raw(namespace: str, direction: str) -> Callable[..., Any]:
-    return getattr(getattr(torch.ops, namespace), direction).default  # type: ignore[no-any-return]
+    return _RAW[namespace, direction]
 
 
 def _register(op: GeneratedOp) -> None:
     """Registers the op's raw forward and backward once a process, however often its package is imported."""
     _OPS[op.namespace] = op
-    if hasattr(getattr(torch.ops, op.namespace), "forward"):
-        return
+    if not hasattr(getattr(torch.ops, op.namespace), "forward"):
+        _define(op)
+    for direction in ("forward", "backward"):
+        _RAW[op.namespace, direction] = getattr(getattr(torch.ops, op.namespace), direction).default
+
+
+def _define(op: GeneratedOp) -> None:
+    """Defines the two raw ops, their kernels, shapes and gradients."""
     library = torch.library.Library(op.namespace, "DEF")
     tensors = ", ".join(["Tensor"] * (1 + len(op.state)))
     tags = (torch.Tag.pt2_compliant_tag,)
     library.define(f"forward(Tensor x, Tensor? scale, Tensor? mask) -> ({tensors})", tags=tags)
-    library.define("backward(Tensor g, Tensor x, Tensor? scale, Tensor? mask, Tensor[] saved) -> Tensor", tags=tags)
+    library.define(
+        "backward(Tensor g, Tensor x, Tensor? scale, Tensor? mask, Tensor out, Tensor lse, Tensor? attn) -> Tensor",
+        tags=tags,
+    )
     library.impl("forward", op.cpu_forward, "CPU")
     library.impl("forward", op.cuda_forward, "CUDA")
     library.impl("backward", op.cpu_backward, "CPU")
@@ -556,9 +584,7 @@ def _register(op: GeneratedOp) -> None:
     def fake_forward(x: Tensor, scale: Tensor | None, mask: Tensor | None) -> tuple[Tensor, ...]:
         return tuple(op.empty_state(x))
 
-    def fake_backward(
-        g: Tensor, x: Tensor, scale: Tensor | None, mask: Tensor | None, saved: Sequence[Tensor]
-    ) -> Tensor:
+    def fake_backward(g: Tensor, x: Tensor, *_: Tensor | None) -> Tensor:
         return torch.empty_like(x, memory_format=torch.contiguous_format)
 
     torch.library.register_fake(f"{op.namespace}::forward", fake_forward, lib=library)
@@ -572,12 +598,11 @@ def _register(op: GeneratedOp) -> None:
         return _Pool.backward(ctx, *gradients)[:3]
 
     def setup_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        g, x, scale, mask, saved = inputs
-        ctx.saved = len(saved)
-        _PoolBackward.setup_context(ctx, (g, x, scale, mask, op.namespace, *saved), output)
+        g, x, scale, mask, *state = inputs
+        _PoolBackward.setup_context(ctx, (g, x, scale, mask, op.namespace, *state), output)
 
     def backward_gradient(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        return (*_PoolBackward.backward(ctx, gradient)[:4], [None] * ctx.saved)
+        return (*_PoolBackward.backward(ctx, gradient)[:4], None, None, None)
 
     torch.library.register_autograd(
         f"{op.namespace}::forward", forward_gradient, setup_context=setup_forward, lib=library
@@ -625,15 +650,15 @@ class _Pool(torch.autograd.Function):
         x, scale, mask, namespace = inputs
         ctx.namespace = namespace
         ctx.mark_non_differentiable(*output[1:])
-        ctx.save_for_backward(x, scale, mask, *output)
+        ctx.save_for_backward(x, scale, mask, *_OPS[namespace].backward_state(output))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         g = gradients[0]
-        x, scale, mask, *saved = ctx.saved_tensors
+        x, scale, mask, out, lse, attn = ctx.saved_tensors
         if g is None:
             return None, None, None, None
-        dx = _PoolBackward.apply(g, x, scale, mask, ctx.namespace, *saved)
+        dx = _PoolBackward.apply(g, x, scale, mask, ctx.namespace, out, lse, attn)
         d_scale = None
         if scale is not None and ctx.needs_input_grad[1]:
             # dscale = sum dS * S / scale, through the composite: the closed formula from dx cancels.
@@ -646,37 +671,44 @@ class _Pool(torch.autograd.Function):
     def vmap(
         info: Any, in_dims: tuple[Any, ...], x: Tensor, scale: Tensor | None, mask: Tensor | None, namespace: str
     ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-        if in_dims[1] is not None:
-            # One scale a sample: the kernel takes one a launch.
-            assert scale is not None
-            samples = [
-                _Pool.apply(
-                    _sample(x, in_dims[0], i), _sample(scale, in_dims[1], i), _sample(mask, in_dims[2], i), namespace
-                )
-                for i in range(info.batch_size)
-            ]
-            results = tuple(torch.stack(parts) for parts in zip(*samples, strict=True))
-        else:
+        tensors, dims = (x, scale, mask), in_dims[:3]
+        if in_dims[1] is None:
             x_flat, mask_flat = _flatten(x, in_dims[0], info.batch_size), _flatten(mask, in_dims[2], info.batch_size)
             flat = _Pool.apply(x_flat, scale, mask_flat, namespace)
             results = tuple(part.unflatten(0, (info.batch_size, -1)) for part in flat)
+        else:
+            # One scale a sample: the kernel takes one a launch.
+            samples = [
+                _Pool.apply(*(_sample(tensor, dim, i) for tensor, dim in zip(tensors, dims, strict=True)), namespace)
+                for i in range(info.batch_size)
+            ]
+            results = tuple(torch.stack(parts) for parts in zip(*samples, strict=True))
         return results, (0,) * len(results)
 
 
 class _PoolBackward(torch.autograd.Function):
-    """The gradient with its own gradient: (g, x, scale, mask, namespace, out, *state) -> dx."""
+    """The gradient with its own gradient: (g, x, scale, mask, namespace, out, lse, attn) -> dx.
+
+    No ``*args``: torch.compile counts the parameters of ``forward`` to tell whether it takes a ctx.
+    """
 
     @staticmethod
     def forward(
-        g: Tensor, x: Tensor, scale: Tensor | None, mask: Tensor | None, namespace: str, *saved: Tensor
+        g: Tensor,
+        x: Tensor,
+        scale: Tensor | None,
+        mask: Tensor | None,
+        namespace: str,
+        out: Tensor,
+        lse: Tensor,
+        attn: Tensor | None,
     ) -> Tensor:
-        return _raw(namespace, "backward")(g, x, scale, mask, list(saved))  # type: ignore[no-any-return]
+        return _raw(namespace, "backward")(g, x, scale, mask, out, lse, attn)  # type: ignore[no-any-return]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         g, x, scale, mask, namespace = inputs[:5]
         ctx.namespace = namespace
-        ctx.inputs = len(inputs)
         ctx.save_for_backward(g, x, scale, mask)
 
     @staticmethod
@@ -693,7 +725,7 @@ class _PoolBackward(torch.autograd.Function):
         primals = (g, x) if scale is None else (g, x, scale)
         pull = torch.func.vjp(gradient, *primals)[1]
         d_g, d_x, *d_scale = pull(gradients[0])
-        return (d_g, d_x, d_scale[0] if d_scale else None, *[None] * (ctx.inputs - 3))
+        return d_g, d_x, d_scale[0] if d_scale else None, None, None, None, None, None
 
     @staticmethod
     def vmap(
@@ -704,20 +736,21 @@ class _PoolBackward(torch.autograd.Function):
         scale: Tensor | None,
         mask: Tensor | None,
         namespace: str,
-        *saved: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        attn: Tensor | None,
     ) -> tuple[Tensor, int]:
-        tensors, dims = (g, x, mask, *saved), (*in_dims[:2], in_dims[3], *in_dims[5:])
-        if in_dims[2] is not None:
-            assert scale is not None
-            samples = []
-            for i in range(info.batch_size):
-                g_i, x_i, mask_i, *saved_i = (_sample(t, d, i) for t, d in zip(tensors, dims, strict=True))
-                scale_i = _sample(scale, in_dims[2], i)
-                samples.append(_PoolBackward.apply(g_i, x_i, scale_i, mask_i, namespace, *saved_i))
-            return torch.stack(samples), 0
-        g, x, mask, *flat = (_flatten(t, d, info.batch_size) for t, d in zip(tensors, dims, strict=True))  # type: ignore[assignment]
-        dx = _PoolBackward.apply(g, x, scale, mask, namespace, *flat)
-        return dx.unflatten(0, (info.batch_size, -1)), 0
+        tensors, dims = (g, x, mask, out, lse, attn), (*in_dims[:2], in_dims[3], *in_dims[5:])
+        if in_dims[2] is None:
+            flat = [_flatten(tensor, dim, info.batch_size) for tensor, dim in zip(tensors, dims, strict=True)]
+            dx = _PoolBackward.apply(*flat[:2], scale, flat[2], namespace, *flat[3:])
+            return dx.unflatten(0, (info.batch_size, -1)), 0
+        # One scale a sample: the kernel takes one a launch.
+        samples = []
+        for i in range(info.batch_size):
+            one = [_sample(tensor, dim, i) for tensor, dim in zip(tensors, dims, strict=True)]
+            samples.append(_PoolBackward.apply(*one[:2], _sample(scale, in_dims[2], i), one[2], namespace, *one[3:]))
+        return torch.stack(samples), 0
 
 
 def _sample(tensor: Tensor | None, dim: int | None, index: int) -> Tensor | None:

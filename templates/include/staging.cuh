@@ -15,12 +15,12 @@ struct CompensatedSum {
 // What a thread learns of its row while staging it.
 struct StagedRow {
   Scalar mean = 0;  // of the row as it is staged
-  bool near_first = true;  // |x_h - x_0| < |x_h| / 2
+  bool near_first = true;  // |x_h - c| < |x_h| / 2, with c the first variate that takes part
 };
 
 // Copies row h of the item to shared memory.
 // A variate that takes no part is staged as zeros: nothing of it, NaN included, can reach the others.
-__device__ inline StagedRow stage_row(const Element* item, int h, bool takes_part, Scalar* staged) {
+__device__ inline StagedRow stage_row(const Element* item, int h, int first, bool takes_part, Scalar* staged) {
   constexpr int kWidth = pack_width<Element>(kK, kInputK == 1 ? kK : 1);
   constexpr int kInFlight = sizeof(Element) == 2 ? 2 : 4;  // packs: enough to hide DRAM, few enough not to spill
   const Element* row = item + h * kInputH;
@@ -33,7 +33,7 @@ __device__ inline StagedRow stage_row(const Element* item, int h, bool takes_par
   Scalar norm = 0, distance = 0;
   const auto keep = [&](int k, Element element) {
     const Scalar value = to_scalar(element);
-    const Scalar off = value - to_scalar(item[k * kInputK]);
+    const Scalar off = value - to_scalar(item[first * kInputH + k * kInputK]);
     to[k * kStagedK] = value;
     total.add(value);
     norm += value * value;
@@ -54,11 +54,11 @@ __device__ inline StagedRow stage_row(const Element* item, int h, bool takes_par
   return {total.sum / Scalar(kK), 4 * distance < norm};
 }
 
-// The vector c that a centred item is staged without: its first variate.
+// The vector c that a centred item is staged without: its first variate that takes part.
 struct Centre {
-  const Element* item;
+  const Element* row;
   bool used;
-  __device__ Scalar at(int k) const { return used ? to_scalar(item[k * kInputK]) : Scalar(0); }
+  __device__ Scalar at(int k) const { return used ? to_scalar(row[k * kInputK]) : Scalar(0); }
   __device__ Scalar mean() const {
     CompensatedSum total;
     if (used) {
@@ -73,12 +73,12 @@ struct Centre {
 //
 // Softmax over j does not see a vector that all x_j have in common, but float32 does: scores of a series
 // 100 +- 0.05 are off by 1e-2. Where every variate is near the first one, the item is therefore staged
-// as y = x - x_0, and s[h,j] = <x_h, y_j> + (something that depends on h alone).
+// as y = x - c, and s[h,j] = <x_h, y_j> + (something that depends on h alone).
 __device__ inline Centre stage_item(
-    const Element* item, int h, bool takes_part, bool first_takes_part, Scalar* staged, Scalar& mean) {
+    const Element* item, int h, int first, bool takes_part, Scalar* staged, Scalar& mean) {
   StagedRow row;
-  if (h < kH) row = stage_row(item, h, takes_part, staged);
-  const Centre centre{item, __syncthreads_and(first_takes_part && row.near_first) != 0};
+  if (h < kH) row = stage_row(item, h, first, takes_part, staged);
+  const Centre centre{item + first * kInputH, __syncthreads_and(row.near_first) != 0};
   if (centre.used && h < kH && takes_part) {
     CompensatedSum total;
     for (int k = 0; k < kK; ++k) {

@@ -16,6 +16,8 @@ from invpool.spec import PoolSpec
 
 SharedOrder = Literal["row", "padded", "transposed"]
 _MAX_THREADS: Final = 1024
+# Vectors of H scalars beside the staged item in backward: the means (then out), and g. Forward has the means.
+_BACKWARD_VECTORS: Final = 2
 _COLUMNS: Final = (1, 2, 4, 8)
 _K_TILES: Final = (8, 16, 32, 64)
 _REGISTERS: Final = (64, 80, 104, 128, 168, 255)
@@ -107,7 +109,7 @@ class ThreePass(Algorithm[ThreePassPlan]):
         if shared > gpu.shared_per_block:
             return (
                 f"needs {shared} bytes of shared memory a block, {gpu.name} has {gpu.shared_per_block}; "
-                f"{self._what_would_fit(spec, plan, gpu)}"
+                f"{self._what_would_fit(spec, gpu)}"
             )
         threads = self.launch(spec, plan).threads
         if threads * plan.registers > gpu.registers_per_sm:
@@ -117,19 +119,15 @@ class ThreePass(Algorithm[ThreePassPlan]):
             return f"needs about {needed} registers a thread, the plan allows {plan.registers}; lower columns or k_tile"
         return None
 
-    def _what_would_fit(self, spec: PoolSpec, plan: ThreePassPlan, gpu: Gpu) -> str:
-        """The largest K at this H, and the largest H at this K, whose unpadded item fits."""
+    def _what_would_fit(self, spec: PoolSpec, gpu: Gpu) -> str:
+        """The largest K at this H, and the largest H at this K, that fit unpadded in both directions."""
         room = gpu.shared_per_block // spec.scalar_bytes
-        rows = self._row_vectors(plan)
+        rows = _BACKWARD_VECTORS
         k_limit = max(0, room // spec.H - rows)
         h_limit = max(0, min(_MAX_THREADS, room // (spec.K + rows)))
         fits = [f"K <= {k_limit} at H={spec.H}"] if k_limit else []
         fits += [f"H <= {h_limit} at K={spec.K}"] if h_limit else []
         return f"{' or '.join(fits)} would fit" if fits else "nothing near this H and K would fit"
-
-    def _row_vectors(self, plan: ThreePassPlan) -> int:
-        """Vectors of H scalars beside the staged item: forward the means; backward the means (then out) and g."""
-        return int(self._keeps_means) if plan.direction == "forward" else 2
 
     def layout(self, spec: PoolSpec, plan: ThreePassPlan) -> SharedLayout:
         pad = _staged_strides(spec, plan.shared_order)[2]
@@ -193,6 +191,8 @@ class ThreePass(Algorithm[ThreePassPlan]):
         tiles = -(-K // plan.k_tile)
         stride_h = _staged_strides(spec, order)[0]
         by_step = _pack_width(spec, plan.columns, H) if order == "transposed" else _pack_width(spec, K, stride_h)
+        # Broadcasts of 16 bytes count two passes each (ncu, H200: 16768 an item forward, 17152 backward).
+        passes_each = 2 if by_step * spec.scalar_bytes == 16 else 1
         staging = warps * K * own
         mean = self._mean_operations(spec)
         scratch = batch * H * H * spec.scalar_bytes
@@ -205,7 +205,7 @@ class ThreePass(Algorithm[ThreePassPlan]):
             fma = pairs * (2 * K + 8 + mean)
             groups = -(-H // plan.columns)
             own_reads = 0 if K <= plan.k_tile else 2 * groups * K * own
-            shared = staging + warps * (2 * H * K // by_step + own_reads + H * (mean // 4))
+            shared = staging + warps * (2 * H * K * passes_each // by_step + own_reads + H * (mean // 4))
             # The scratch is written, read back and written again.
             passes, mufu = 3, pairs
             lines = input_walk // load_width + 3 * row_walk
@@ -213,7 +213,7 @@ class ThreePass(Algorithm[ThreePassPlan]):
             # Row and column of dS, each K multiply-adds and about 4 operations a pair and tile.
             fma = pairs * (2 * K + tiles * (8 + mean))
             by_step = min(by_step, _pack_width(spec, plan.k_tile)) if order != "transposed" else by_step
-            shared = staging + warps * (2 * H * K // by_step + tiles * H * (3 + mean // 4))
+            shared = staging + warps * (2 * H * K * passes_each // by_step + tiles * H * (3 + mean // 4))
             # Row and column of the scratch are read once a tile.
             passes, mufu = 2 * tiles, 0
             lines = input_walk // load_width + input_walk + tiles * (row_walk + warps * H)

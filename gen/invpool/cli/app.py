@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, Optional
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from invpool._version import __version__
 from invpool.errors import InvpoolError, OutputError
@@ -175,7 +176,7 @@ def check(path: PackagePath, on: OnOption = None, json: JsonOption = False) -> N
     try:
         write_proof(path, record)
     except OutputError as error:
-        _err.print(f"warning: {error}")
+        _err.print(f"warning: {escape(str(error))}")
     if json:
         tables.print_json(_out, record)
     else:
@@ -272,9 +273,9 @@ def clean(
                 shutil.rmtree(folder)
             except OSError as error:
                 raise OutputError(f"{folder} cannot be removed: {error}") from error
-        _out.print(f"{'would remove' if dry_run else 'removed'} {folder}")
+        _out.print(f"{'would remove' if dry_run else 'removed'} {escape(str(folder))}", soft_wrap=True)
     if not folders:
-        _out.print(f"nothing to remove in {path}")
+        _out.print(f"nothing to remove in {escape(str(path))}", soft_wrap=True)
 
 
 def main() -> None:
@@ -283,7 +284,8 @@ def main() -> None:
     try:
         app()
     except (InvpoolError, RuntimeError) as error:
-        _err.print(f"[red]error:[/] {error}", markup=True, soft_wrap=True)
+        # Messages hold brackets (an extra, a path) that are no markup.
+        _err.print(f"[red]error:[/] {escape(str(error))}", soft_wrap=True)
         sys.exit(1)
     except KeyboardInterrupt:
         _err.print("interrupted")

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from invpool.abi import DIRECTIONS
@@ -109,20 +110,22 @@ def print_generated(console: Console, result: Generated) -> None:
     console.print(table)
     for kernel in result.kernels:
         console.print(f"{kernel.plan.direction + ':':<10}{kernel.algorithm.name} {kernel.plan}", soft_wrap=True)
-    for checked in kernel_proofs(result.kernel_proof, result.emulated_proof):
-        if checked:
-            console.print(f"kernels: checked on {checked.device}, forward and backward, against float64")
-        else:
-            console.print(f"kernels: {NOT_RUN}: {_NOWHERE}; run [bold]invpool check {out}[/] where there is one")
-    console.print(f"closed form for CPU tensors: {_closed_form_line(result.cpu_proof)}")
-    console.print(f"targets: {', '.join(target.name for target, _ in result.kernels[0].images)}")
-    console.print(f"package: {out}")
-    console.print(f'use it:  [bold]import invpool; op = invpool.load("{out}")[/]', highlight=False)
-    console.print(
-        f"or, with [bold]{out.parent}[/] on sys.path and torch alone: "
-        f"[bold]from {out.name} import inverted_attention_pool[/]",
-        highlight=False,
-    )
+    package, parent = escape(str(out)), escape(str(out.parent))
+    lines = [
+        *(
+            f"kernels:  checked on {proof.device}, forward and backward, against float64"
+            if proof
+            else f"kernels:  {NOT_RUN}: {_NOWHERE}; where there is one: [bold]invpool check {package}[/]"
+            for proof in kernel_proofs(result.kernel_proof, result.emulated_proof)
+        ),
+        f"closed form for CPU tensors: {_closed_form_line(result.cpu_proof)}",
+        f"targets:  {', '.join(target.name for target, _ in result.kernels[0].images)}",
+        f"package:  {package}",
+        f'use it:   [bold]import invpool; op = invpool.load("{package}")[/]',
+        f"or, with {parent} on sys.path and torch alone: [bold]from {out.name} import inverted_attention_pool[/]",
+    ]
+    for line in lines:
+        console.print(line, soft_wrap=True)
 
 
 def kernel_proofs(on_gpu: _P | None, emulated: _P | None) -> list[_P | None]:
@@ -155,7 +158,7 @@ def print_proof(console: Console, title: str, proof: Proof | None) -> None:
 
 def print_manifest(console: Console, folder: Path, manifest: dict[str, Any], proof: dict[str, Any] | None) -> None:
     table = _table(
-        f"{manifest['slug']} in {folder}, planned for {manifest['planned_for']}",
+        f"{manifest['slug']} in {escape(str(folder))}, planned for {manifest['planned_for']}",
         *("direction", "target", "registers", "spills", "file"),
         left=("direction", "target", "file"),
     )

@@ -1,0 +1,207 @@
+"""Values and gradients of every algorithm, dtype and layout on the GPU, against float64."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from helpers import ORACLES, random_input
+from invpool.algorithms import ALGORITHMS
+from invpool.check import prove, tolerance
+from invpool.reference import norm_error, pool_ref
+from invpool.runtime import GeneratedOp
+from invpool.spec import DTYPES, LAYOUTS, PoolSpec
+
+GpuOp = Callable[..., GeneratedOp]
+# Whole tiles; tails in H, K and both; one row; one step; more shared memory than the default; a full block of rows.
+SHAPES = ((128, 32), (7, 96), (33, 4), (1, 5), (5, 1), (137, 97), (321, 96), (1000, 16), (21, 720))
+
+
+def _input(spec: PoolSpec, items: int = 3) -> Tensor:
+    return random_input(spec.H, spec.K, spec.layout, items, getattr(torch, spec.dtype)).cuda()
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("algorithm", sorted(ALGORITHMS))
+def test_every_kind_of_kernel_is_proved(gpu_op: GpuOp, algorithm: str, dtype: str, layout: str, masked: bool) -> None:
+    """Walks through the shapes so that each is met by each dtype."""
+    index = DTYPES.index(dtype) + 2 * LAYOUTS.index(layout) + 4 * masked + sorted(ALGORITHMS).index(algorithm)
+    spec = PoolSpec(*SHAPES[index % len(SHAPES)], dtype, layout, masked=masked)  # type: ignore[arg-type]
+    if dtype == "float64" and spec.H * spec.K * 8 > 200_000:
+        spec = PoolSpec(137, 97, dtype, layout, masked=masked)  # type: ignore[arg-type]
+    proof = prove(gpu_op(spec, algorithm), "cuda", seed=1)
+    assert proof.device == torch.cuda.get_device_name()
+    assert proof.ok, proof
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_shape_in_float32(gpu_op: GpuOp, shape: tuple[int, int]) -> None:
+    proof = prove(gpu_op(PoolSpec(*shape)), "cuda", seed=2)
+    assert proof.ok, proof
+
+
+@pytest.mark.parametrize("name", sorted(ORACLES))
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_exact_oracles(gpu_op: GpuOp, name: str, layout: str) -> None:
+    x, g, out, dx = (torch.tensor([values], dtype=torch.float64, device="cuda") for values in ORACLES[name])
+    op = gpu_op(PoolSpec(x.shape[1], x.shape[2], "float64", layout))  # type: ignore[arg-type]
+    leaf = op.variate_major(x).contiguous().requires_grad_()
+    got = op(leaf)
+    torch.testing.assert_close(got, out, rtol=0, atol=1e-9)
+    torch.testing.assert_close(op.variate_major(torch.autograd.grad(got, leaf, g)[0]), dx, rtol=0, atol=1e-9)
+
+
+def test_constants_need_masked_tails(gpu_op: GpuOp) -> None:
+    """Tails padded with zeros in place of -inf would turn 0.01 into 0.00516."""
+    x = torch.full((2, 33, 4), 0.01, device="cuda", requires_grad=True)
+    out = gpu_op(PoolSpec(33, 4))(x)
+    torch.testing.assert_close(out, torch.full((2, 33), 0.01, device="cuda"))
+    g = torch.randn(2, 33, device="cuda")
+    expected = (g.sum(1) / (33 * 4))[:, None, None].expand_as(x)
+    torch.testing.assert_close(torch.autograd.grad(out, x, g)[0], expected)
+
+
+@pytest.mark.parametrize("algorithm", sorted(ALGORITHMS))
+def test_unnormalised_series_stay_exact(gpu_op: GpuOp, algorithm: str) -> None:
+    """100 +- 0.05 in float32: attention and dx within 1e-5, where the composite has 1e-2."""
+    spec = PoolSpec(137, 168)
+    x = (100 + 0.05 * random_input(137, 168, "bhk", 4)).float().cuda().requires_grad_()
+    g = torch.randn(4, 137, device="cuda")
+    op, truth = gpu_op(spec, algorithm), pool_ref(x, g)
+    (dx,) = torch.autograd.grad(op(x), x, g)
+    assert norm_error(dx, truth.dx) <= 1e-5
+    keys = x.detach().double() - x.detach().double().mean(1, keepdim=True)
+    exact = torch.softmax(x.detach().double() @ keys.mT / math.sqrt(168), -1)
+    assert norm_error(op.attention_map(x.detach()), exact) <= 1e-5
+
+
+def test_one_variate_far_from_the_first_switches_centring_off(gpu_op: GpuOp) -> None:
+    """Centring on x_0 must not cost the small variates their digits: element by element, not by norm."""
+    spec = PoolSpec(33, 4)
+    x = random_input(33, 4, "bhk", 2).float()
+    x[:, 0] = -1e5 * x[:, 0].abs()
+    truth = pool_ref(x, torch.ones(2, 33))
+    out = gpu_op(spec)(x.cuda()).cpu().double()
+    torch.testing.assert_close(out, truth.out, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_guarded_inputs_at_every_offset(gpu_op: GpuOp, dtype: str, layout: str) -> None:
+    """A view into a buffer of NaN, starting at each element of a 16-byte line: bitwise as from a fresh tensor."""
+    spec = PoolSpec(21, 96, dtype, layout)  # type: ignore[arg-type]
+    op, x, size = gpu_op(spec), _input(spec, 2), 2 * 21 * 96
+    g = torch.randn(2, 21, device="cuda").to(x.dtype)
+    leaf = x.clone().requires_grad_()
+    out = op(leaf)
+    (dx,) = torch.autograd.grad(out, leaf, g)
+    for offset in range(9):
+        buffer = torch.full((size + 64,), math.nan, dtype=x.dtype, device="cuda")
+        view = buffer[16 + offset : 16 + offset + size].view(x.shape)
+        view.copy_(x)
+        guarded = view.detach().requires_grad_()
+        assert torch.equal(op(guarded), out)
+        assert torch.equal(torch.autograd.grad(op(guarded), guarded, g)[0], dx)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("algorithm", sorted(ALGORITHMS))
+def test_bad_values_spread_in_their_item_only(gpu_op: GpuOp, algorithm: str, bad: float) -> None:
+    op = gpu_op(PoolSpec(4, 8), algorithm)
+    x = torch.randn(3, 4, 8, device="cuda", requires_grad=True)
+    clean = op(x)
+    (clean_dx,) = torch.autograd.grad(clean, x, torch.ones_like(clean))
+    spoilt = x.detach().clone()
+    spoilt[0, 2, 3] = bad
+    spoilt.requires_grad_()
+    out = op(spoilt)
+    (dx,) = torch.autograd.grad(out, spoilt, torch.ones_like(out))
+    assert out[0].isnan().all()
+    assert torch.equal(out[1:], clean[1:])
+    assert torch.equal(dx[1:], clean_dx[1:])
+
+
+def test_masked_variates_may_hold_anything(gpu_op: GpuOp) -> None:
+    op = gpu_op(PoolSpec(33, 6, masked=True))
+    x = torch.randn(5, 33, 6, device="cuda")
+    mask = torch.rand(5, 33, device="cuda") < 0.6
+    mask[0] = False
+    mask[1, 0] = False
+    g = torch.randn(5, 33, device="cuda")
+    spoilt = torch.where(mask[:, :, None], x, math.nan).requires_grad_()
+    leaf = x.clone().requires_grad_()
+    out, expected = op(spoilt, mask=mask), op(leaf, mask=mask)
+    assert torch.equal(out, expected)
+    bad_g = torch.where(mask, g, math.nan)
+    assert torch.equal(torch.autograd.grad(out, spoilt, bad_g)[0], torch.autograd.grad(expected, leaf, g)[0])
+    assert not out[~mask].any()
+
+
+def test_half_precision_scores_beyond_65504(gpu_op: GpuOp) -> None:
+    x = torch.tensor([60.0, -60.0, 59.0], device="cuda")[None, :, None].expand(1, 3, 96).half().requires_grad_()
+    out = gpu_op(PoolSpec(3, 96, "float16"))(x)
+    (dx,) = torch.autograd.grad(out, x, torch.ones_like(out))
+    torch.testing.assert_close(out, torch.tensor([[60.0, -60.0, 60.0]], device="cuda").half())
+    torch.testing.assert_close(dx[0, 0].float(), torch.full((96,), 1 / 48, device="cuda"), rtol=1e-3, atol=0)
+    torch.testing.assert_close(dx[0, 1].float(), torch.full((96,), 1 / 96, device="cuda"), rtol=1e-3, atol=0)
+    assert dx[0, 2].abs().max() < 1e-6
+
+
+def test_attention_map_of_the_kernel(gpu_op: GpuOp) -> None:
+    spec = PoolSpec(33, 6)
+    x = _input(spec)
+    a = gpu_op(spec).attention_map(x)
+    exact = torch.softmax(x.double() @ x.double().mT / math.sqrt(6), -1)
+    assert norm_error(a, exact) <= tolerance(spec, "out", 0.0)
+    torch.testing.assert_close(a.sum(-1), torch.ones(3, 33, device="cuda"))
+
+
+def test_scale_given_and_learned(gpu_op: GpuOp) -> None:
+    spec = PoolSpec(21, 9)
+    op, x, g = gpu_op(spec), _input(spec).requires_grad_(), torch.randn(3, 21, device="cuda")
+    for scale in (0.0, -0.4, 2.5):
+        truth = pool_ref(x, g, scale=scale)
+        assert norm_error(op(x, scale).detach(), truth.out) <= 5e-7
+        assert norm_error(torch.autograd.grad(op(x, scale), x, g)[0], truth.dx) <= 1e-6
+    scale = torch.tensor(0.3, device="cuda", requires_grad=True)
+    (got,) = torch.autograd.grad(op(x, scale), scale, g)
+    exact_scale = torch.tensor(0.3, dtype=torch.float64, device="cuda", requires_grad=True)
+    from invpool.reference import composite
+
+    (exact,) = torch.autograd.grad(composite(x.double(), exact_scale), exact_scale, g.double())
+    assert abs(got.item() - exact.item()) <= 1e-5 * abs(exact.item())
+
+
+@pytest.mark.parametrize("algorithm", sorted(ALGORITHMS))
+def test_the_same_bits_every_time_and_for_every_batch(gpu_op: GpuOp, algorithm: str) -> None:
+    op = gpu_op(PoolSpec(137, 97), algorithm)
+    x = torch.randn(16, 137, 97, device="cuda", requires_grad=True)
+    g = torch.randn(16, 137, device="cuda")
+    out = op(x)
+    (dx,) = torch.autograd.grad(out, x, g)
+    for _ in range(30):
+        again = op(x)
+        assert torch.equal(again, out)
+        assert torch.equal(torch.autograd.grad(again, x, g)[0], dx)
+    for item in (0, 7, 15):
+        one = x[item : item + 1].detach().requires_grad_()
+        assert torch.equal(op(one)[0], out[item])
+        assert torch.equal(torch.autograd.grad(op(one), one, g[item : item + 1])[0][0], dx[item])
+
+
+def test_a_masked_first_variate_does_not_cost_the_others_their_digits(gpu_op: GpuOp) -> None:
+    """The centre of an un-normalised item is its first variate that takes part."""
+    spec = PoolSpec(137, 168, masked=True)
+    x = (100 + 0.05 * random_input(137, 168, "bhk", 4)).float().cuda()
+    mask = torch.rand(4, 137, device="cuda") < 0.7
+    mask[:, 0] = False
+    g = torch.randn(4, 137, device="cuda")
+    leaf, truth = x.clone().requires_grad_(), pool_ref(x, g, mask=mask)
+    (dx,) = torch.autograd.grad(gpu_op(spec)(leaf, mask=mask), leaf, g)
+    assert norm_error(dx, truth.dx) <= 1e-5

@@ -1,0 +1,207 @@
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import invpool
+from helpers import run_python
+from invpool.binding import check_output, import_package, read_manifest, staged_package
+from invpool.errors import OutputError
+from invpool.runtime import LoadError, choose_image
+from invpool.spec import PoolSpec
+
+SPEC = PoolSpec(5, 3)
+MakePackage = Callable[..., Path]
+
+
+def test_files_and_manifest(make_package: MakePackage) -> None:
+    folder = make_package(SPEC)
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "__init__.py",
+        "manifest.json",
+        "runtime.py",
+        "three_pass_backward.compute_75.ptx",
+        "three_pass_backward.cu",
+        "three_pass_backward.sm_90.cubin",
+        "three_pass_forward.compute_75.ptx",
+        "three_pass_forward.cu",
+        "three_pass_forward.sm_90.cubin",
+    ]
+    manifest = read_manifest(folder)
+    assert manifest is not None
+    assert manifest["spec"] == {
+        "H": 5,
+        "K": 3,
+        "dtype": "float32",
+        "layout": "bhk",
+        "precision": "exact",
+        "masked": False,
+    }
+    assert manifest["table"] == [{"min_batch": 0, "forward": 0, "backward": 1}]
+    assert manifest["state"] == ["lse", "attn"]
+    source = Path(invpool.__file__).parent / "runtime.py"
+    assert (folder / "runtime.py").read_bytes() == source.read_bytes()
+    for name in ("__init__.py", "runtime.py", "three_pass_forward.cu"):
+        assert "SPDX-License-Identifier: Apache-2.0" in (folder / name).read_text()[:400]
+
+
+def test_packages_are_the_same_bytes_every_time(make_package: MakePackage, tmp_path: Path) -> None:
+    first, second = make_package(SPEC, tmp_path / "a"), make_package(SPEC, tmp_path / "b")
+    for path in first.iterdir():
+        assert path.read_bytes() == (second / path.name).read_bytes()
+
+
+BLOCKER = """
+import sys
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.split('.')[0] in {'invpool', 'jinja2', 'pycuda', 'typer', 'rich', 'numpy', 'click'}:
+            raise ModuleNotFoundError(name)
+sys.meta_path.insert(0, Blocker())
+"""
+
+
+def test_import_with_the_generator_and_all_it_needs_blocked(make_package: MakePackage) -> None:
+    """torch itself asks for jinja2 and numpy only when compiling or converting."""
+    folder = make_package(SPEC)
+    code = BLOCKER + (
+        "import logging, torch\n"
+        f"from {SPEC.slug} import InvertedAttentionPool, attention_map, inverted_attention_pool\n"
+        "assert not torch.cuda.is_initialized()\n"
+        "x = torch.tensor([[[0., 1.], [1., 0.]]]).repeat(1, 1, 2)[:, :, :3].repeat(1, 3, 1)[:, :5].contiguous()\n"
+        "x.requires_grad_()\n"
+        "out = inverted_attention_pool(x); out.sum().backward()\n"
+        "assert torch.allclose(InvertedAttentionPool()(x), out)\n"
+        "assert torch.allclose(attention_map(x).sum(-1), torch.ones(1, 5))\n"
+        "print(tuple(out.shape), tuple(x.grad.shape))\n"
+    )
+    env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    assert run_python(code, cwd=folder.parent, env=env).strip() == "(1, 5) (1, 5, 3)"
+
+
+def test_load_gives_the_op(make_package: MakePackage) -> None:
+    op = invpool.load(make_package(SPEC))
+    x = torch.full((2, 5, 3), 0.25)
+    torch.testing.assert_close(op(x), torch.full((2, 5), 0.25))
+    assert repr(op).startswith("GeneratedOp(h5_k3_f32_bhk, invpool_")
+
+
+def test_one_spec_twice_other_specs_and_another_version_in_one_process(
+    make_package: MakePackage, tmp_path: Path
+) -> None:
+    first = invpool.load(make_package(SPEC))
+    again = invpool.load(make_package(SPEC, tmp_path / "copy"))
+    assert again.namespace == first.namespace
+    other_spec = invpool.load(make_package(PoolSpec(4, 3)))
+    folder = make_package(SPEC, tmp_path / "newer")
+    manifest = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps(manifest | {"generator": "9.9.9"}))
+    other_version = invpool.load(folder)
+    assert len({first.namespace, other_spec.namespace, other_version.namespace}) == 3
+    x = torch.randn(2, 5, 3)
+    for op in (first, again, other_version):
+        torch.testing.assert_close(op(x), first(x))
+    assert other_spec(torch.randn(2, 4, 3)).shape == (2, 4)
+
+
+def test_registration_outlives_the_module(make_package: MakePackage, tmp_path: Path) -> None:
+    folder = make_package(PoolSpec(6, 3), tmp_path / "short_lived")
+    module = import_package(folder)
+    namespace = module.op.namespace
+    sys.modules.pop(module.__name__)
+    sys.modules.pop(f"{module.__name__}.runtime")
+    del module
+    import gc
+
+    gc.collect()
+    out = getattr(torch.ops, namespace).forward(torch.ones(1, 6, 3), None, None)[0]
+    torch.testing.assert_close(out, torch.ones(1, 6))
+    assert import_package(folder).op(torch.ones(1, 6, 3)).shape == (1, 6)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (
+            lambda m: m | {"schema": 0},
+            "has schema 0, this runtime reads 1; regenerate with: invpool generate --H 5 --K 3",
+        ),
+        (lambda m: {k: v for k, v in m.items() if k != "table"}, "is damaged .*regenerate with"),
+        (lambda m: m | {"spec": {**m["spec"], "dtype": "float8"}}, "is damaged .*float8"),
+        (lambda m: m | {"kernels": [{}]}, "is damaged"),
+    ],
+)
+def test_a_damaged_manifest_says_what_to_type(
+    make_package: MakePackage, tmp_path: Path, damage: Callable[[dict], dict], message: str
+) -> None:
+    folder = make_package(SPEC, tmp_path / "p")
+    path = folder / "manifest.json"
+    path.write_text(json.dumps(damage(json.loads(path.read_text()))))
+    with pytest.raises(Exception, match=message) as caught:
+        invpool.load(folder)
+    assert type(caught.value).__name__ == LoadError.__name__
+    assert isinstance(caught.value, RuntimeError)
+
+
+def test_output_refuses_what_is_not_ours(make_package: MakePackage, tmp_path: Path) -> None:
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "thesis.txt").write_text("years of work")
+    with pytest.raises(OutputError, match="did not make"):
+        check_output(tmp_path / "notes", force=True)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OutputError, match="is not a folder"):
+        check_output(tmp_path / "file")
+    with pytest.raises(OutputError, match="cannot be written"):
+        check_output(tmp_path / "file" / "below")
+    (tmp_path / "empty").mkdir()
+    check_output(tmp_path / "empty")
+    check_output(tmp_path / "new" / "deeper")
+    folder = make_package(SPEC, tmp_path / "ours")
+    check_output(folder)
+    (folder / "three_pass_forward.cu").write_text("// edited")
+    with pytest.raises(OutputError, match=r"edited by hand \(three_pass_forward.cu\); --force replaces it"):
+        check_output(folder)
+    check_output(folder, force=True)
+
+
+def test_a_failed_proof_leaves_the_old_package(tmp_path: Path) -> None:
+    folder = tmp_path / "p"
+    with staged_package(folder, {"a": b"old"}):
+        pass
+    with pytest.raises(RuntimeError, match="wrong"), staged_package(folder, {"a": b"new"}) as staging:
+        assert (staging / "a").read_bytes() == b"new"
+        raise RuntimeError("wrong")
+    assert (folder / "a").read_bytes() == b"old"
+    assert [path.name for path in tmp_path.iterdir()] == ["p"]
+
+
+def test_what_a_killed_process_left_is_cleared(tmp_path: Path) -> None:
+    (tmp_path / ".p.killed").mkdir()
+    with staged_package(tmp_path / "p", {"a": b"1"}):
+        pass
+    assert [path.name for path in tmp_path.iterdir()] == ["p"]
+
+
+@pytest.mark.parametrize(
+    ("targets", "capability", "chosen"),
+    [
+        (["sm_80", "sm_86", "sm_90", "compute_75"], (8, 0), "sm_80"),
+        (["sm_80", "sm_86", "sm_90", "compute_75"], (8, 9), "sm_86"),
+        (["sm_80", "sm_86", "sm_90", "compute_75"], (9, 0), "sm_90"),
+        (["sm_90", "sm_90a"], (9, 0), "sm_90a"),
+        (["sm_90a", "compute_75"], (10, 0), "compute_75"),
+        (["sm_86", "compute_75"], (8, 0), "compute_75"),
+        (["sm_100", "sm_120", "compute_75"], (10, 3), "sm_100"),
+        (["sm_80"], (9, 0), None),
+        (["sm_90"], (8, 0), None),
+        (["compute_80"], (7, 5), None),
+    ],
+)
+def test_which_code_a_gpu_gets(targets: list[str], capability: tuple[int, int], chosen: str | None) -> None:
+    assert choose_image(targets, capability) == chosen

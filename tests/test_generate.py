@@ -1,0 +1,157 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import invpool
+from conftest import fake_compiler
+from invpool import generate as generate_room
+from invpool.cache import KernelCache
+from invpool.check import Finding, Proof, prove, tolerance
+from invpool.errors import CheckError, CompileError, OutputError, PlanError
+from invpool.generate import Request, generate
+from invpool.gpu import DEFAULT_ARCHS, known_gpu
+from invpool.runtime import GeneratedOp
+from invpool.spec import PoolSpec
+
+SPEC = PoolSpec(5, 3)
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> KernelCache:
+    return KernelCache(tmp_path / "cache", fake_compiler)
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """These tests are about the pipeline; tests/gpu runs it with a GPU."""
+    monkeypatch.setattr(generate_room, "present_gpu", lambda: None)
+
+
+def test_without_a_gpu_five_archs_and_ptx_planned_for_the_default(tmp_path: Path, cache: KernelCache) -> None:
+    result = generate(Request(SPEC, tmp_path / "p"), cache)
+    assert result.archs == DEFAULT_ARCHS
+    assert (result.gpu.name, result.gpu_is_present) == ("h200", False)
+    assert [t.name for t, _ in result.kernels[0].images] == [*DEFAULT_ARCHS, "compute_75"]
+    assert result.kernel_proof is None
+    assert result.cpu_proof.ok
+    proof = json.loads((tmp_path / "p" / "proof.json").read_text())
+    assert proof["kernels"] is None
+    assert proof["closed_form"]["device"] == "cpu"
+
+
+def test_archs_asked_for_or_of_the_gpu_asked_for(tmp_path: Path, cache: KernelCache) -> None:
+    assert generate(Request(SPEC, tmp_path / "a", known_gpu("a10")), cache).archs == ("sm_86",)
+    assert generate(Request(SPEC, tmp_path / "b", archs=("sm_80", "sm_80", "sm_120")), cache).archs == (
+        "sm_80",
+        "sm_120",
+    )
+
+
+def test_again_is_the_same_package_left_in_place(tmp_path: Path, cache: KernelCache) -> None:
+    generate(Request(SPEC, tmp_path / "p"), cache)
+    before = {path.name: path.stat().st_ino for path in (tmp_path / "p").iterdir()}
+    generate(Request(SPEC, tmp_path / "p"), cache)
+    after = {path.name: path.stat().st_ino for path in (tmp_path / "p").iterdir()}
+    before.pop("proof.json"), after.pop("proof.json")
+    assert before == after
+    assert [path.name for path in tmp_path.iterdir() if path.name != "cache"] == ["p"]
+
+
+def test_another_spec_in_the_same_folder_replaces_it(tmp_path: Path, cache: KernelCache) -> None:
+    generate(Request(SPEC, tmp_path / "p"), cache)
+    generate(Request(PoolSpec(4, 3), tmp_path / "p"), cache)
+    assert invpool.load(tmp_path / "p")(torch.zeros(1, 4, 3)).shape == (1, 4)
+
+
+def test_the_op_still_loads_after_it_moved_into_place(tmp_path: Path, cache: KernelCache) -> None:
+    generate(Request(SPEC, tmp_path / "p"), cache)
+    op = invpool.load(tmp_path / "p")
+    assert op.folder == tmp_path / "p"
+    registered = getattr(torch.ops, op.namespace).forward
+    assert registered(torch.ones(1, 5, 3), None, None)[0].shape == (1, 5)
+
+
+def test_a_wrong_kernel_is_not_put_in_place(
+    tmp_path: Path, cache: KernelCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generate_room, "prove_package", lambda folder, on_gpu: (None, _wrong_proof()))
+    with pytest.raises(CheckError, match=r"h5_k3_f32_bhk is wrong on cpu; nothing was put in"):
+        generate(Request(SPEC, tmp_path / "p"), cache)
+    assert not (tmp_path / "p").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["cache"]
+
+
+def _wrong_proof() -> Proof:
+    return Proof("cpu", (Finding("out normal", float("nan"), 3e-7, "float64"),))
+
+
+def test_refusals_leave_nothing(tmp_path: Path, cache: KernelCache) -> None:
+    with pytest.raises(PlanError):
+        generate(Request(PoolSpec(2000, 3), tmp_path / "p"), cache)
+    (tmp_path / "q").mkdir()
+    (tmp_path / "q" / "mine").touch()
+    with pytest.raises(OutputError, match="did not make"):
+        generate(Request(SPEC, tmp_path / "q"), cache)
+
+    def failing(source: str, target: object) -> object:
+        raise CompileError("kernel.cu(1): error: no")
+
+    with pytest.raises(CompileError):
+        generate(Request(SPEC, tmp_path / "p"), KernelCache(tmp_path / "other", failing))  # type: ignore[arg-type]
+    assert not (tmp_path / "p").exists()
+    assert sorted(path.name for path in (tmp_path / "q").iterdir()) == ["mine"]
+
+
+class _Spoilt:
+    """An op whose results are off by what a test says."""
+
+    def __init__(self, op: GeneratedOp, out: float = 0.0, gradient: float = 0.0) -> None:
+        self.op, self.out, self.gradient, self.manifest = op, out, gradient, op.manifest
+
+    def __call__(self, x: torch.Tensor, scale: None = None, mask: torch.Tensor | None = None) -> torch.Tensor:
+        out = self.op(x, scale, mask)
+        # The value is untouched by the second term, the gradient is not.
+        return out + self.out * out.detach() + self.gradient * (out - out.detach())
+
+
+@pytest.mark.parametrize(
+    ("spoil", "names"),
+    [
+        ({}, set()),
+        ({"out": 1e-5}, {"out"}),
+        ({"out": float("nan")}, {"out"}),
+        ({"gradient": 1e-5}, {"dx"}),
+        ({"gradient": float("nan")}, {"out", "dx"}),
+    ],
+)
+def test_a_proof_finds_what_is_wrong_nan_included(
+    tmp_path: Path, cache: KernelCache, spoil: dict[str, float], names: set[str]
+) -> None:
+    generate(Request(SPEC, tmp_path / "p"), cache)
+    proof = prove(_Spoilt(invpool.load(tmp_path / "p"), **spoil), "cpu")  # type: ignore[arg-type]
+    assert proof.ok == (not spoil)
+    assert {finding.name.split()[0] for finding in proof.findings if not finding.ok} == names
+    if names:
+        worst = proof.worst(names.copy().pop())
+        assert not worst.ok
+
+
+def test_a_proof_of_float64_has_gradcheck(tmp_path: Path, cache: KernelCache) -> None:
+    generate(Request(dataclasses.replace(SPEC, dtype="float64"), tmp_path / "p"), cache)
+    op = invpool.load(tmp_path / "p")
+    assert {f.name: f.ok for f in prove(op, "cpu").findings}["gradcheck"]
+    spoilt = prove(_Spoilt(op, gradient=0.1), "cpu")  # type: ignore[arg-type]
+    assert not {f.name: f.ok for f in spoilt.findings}["gradcheck"]
+
+
+def test_tolerances() -> None:
+    assert tolerance(SPEC, "out", 0.0) == 3e-7
+    assert tolerance(SPEC, "dx", 1e-6) == 2e-6
+    assert tolerance(PoolSpec(5, 3, "float64"), "dx", 0.0) == 1e-12
+    assert tolerance(PoolSpec(5, 3, "float16"), "out", 0.0) == pytest.approx(3e-7 * 2**13)
+    assert tolerance(PoolSpec(5, 3, precision="tf32"), "out", 0.1) == 1e-3
