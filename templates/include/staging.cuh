@@ -69,7 +69,8 @@ struct Centre {
   }
 };
 
-// Stages one item and leaves the block synchronised; mean becomes that of row h as staged.
+// Stages one item; mean becomes that of row h as staged. Nobody may read another's row before the block is
+// synchronised, which is left to the caller: it has more to publish.
 //
 // Softmax over j does not see a vector that all x_j have in common, but float32 does: scores of a series
 // 100 +- 0.05 are off by 1e-2. Where every variate is near the first one, the item is therefore staged
@@ -89,7 +90,6 @@ __device__ inline Centre stage_item(
     row.mean = total.sum / Scalar(kK);
   }
   mean = row.mean;
-  __syncthreads();
   return centre;
 }
 

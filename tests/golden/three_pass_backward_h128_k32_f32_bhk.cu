@@ -157,7 +157,8 @@ struct Centre {
   }
 };
 
-// Stages one item and leaves the block synchronised; mean becomes that of row h as staged.
+// Stages one item; mean becomes that of row h as staged. Nobody may read another's row before the block is
+// synchronised, which is left to the caller: it has more to publish.
 //
 // Softmax over j does not see a vector that all x_j have in common, but float32 does: scores of a series
 // 100 +- 0.05 are off by 1e-2. Where every variate is near the first one, the item is therefore staged
@@ -177,7 +178,6 @@ __device__ inline Centre stage_item(
     row.mean = total.sum / Scalar(kK);
   }
   mean = row.mean;
-  __syncthreads();
   return centre;
 }
 
@@ -253,8 +253,12 @@ __device__ void gradient_tile(const RowContext& row, int k0) {
   Scalar mean_weight = 0;  // sum_h g[h] a[h,i]
   Scalar column_sum = 0;  // sum_h dS[h,i]
 
-  if (row.active) row.mean_or_out[row.i] = row.mean;
-  __syncthreads();
+  if (k0 > 0) {
+    // The tile before has left out there.
+    __syncthreads();
+    if (row.active) row.mean_or_out[row.i] = row.mean;
+    __syncthreads();
+  }
   if (row.active) {
     // Phase 1, row i of dS: the attention of this thread's own row.
     sweep_variates([&](int j, auto count) {
@@ -297,7 +301,6 @@ __device__ void gradient_tile(const RowContext& row, int k0) {
       row.dx[(k0 + k) * kInputK] = from_scalar<Element>(row.factor * along + mean_weight / Scalar(kK));
     }
   }
-  __syncthreads();
 }
 
 // x, out[B,H], attn[B,H,H], g[B,H], mask[B,H] (1 = takes part; null unless masked) -> dx, shaped like x
@@ -330,12 +333,9 @@ three_pass_backward_h128_k32_f32_bhk(
     row.dx = dx + b * (kH * kK) + h * kInputH;
   }
   row.factor = scale[0];
-  if (row.centre.used) {
-    if (row.active) mean_or_out[h] = row.mean;
-    __syncthreads();
-    if (row.active) row.out = pooled_as_staged(row);
-  }
+  if (row.active) mean_or_out[h] = row.mean;
   __syncthreads();
+  if (row.centre.used && row.active) row.out = pooled_as_staged(row);
 
   for (int k0 = 0; k0 + kKTile <= kK; k0 += kKTile) gradient_tile<kKTile>(row, k0);
   constexpr int kTail = kK % kKTile;
