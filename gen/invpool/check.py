@@ -170,8 +170,7 @@ def prove(op: GeneratedOp, device: torch.device | str, seed: int = 0) -> Proof:
     """
     spec = PoolSpec(**op.manifest["spec"])
     findings = check_against_float64(op, spec, device, seed)
-    if spec.element_bytes > 2:
-        findings.append(check_by_differences(op, spec, device, seed))
+    findings.append(check_by_differences(op, spec, device, seed))
     if spec.dtype == "float64":
         findings.append(check_gradcheck(op, spec, device))
     name = torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else "cpu"
