@@ -19,6 +19,11 @@ from invpool.runtime import GeneratedOp
 from invpool.spec import PoolSpec
 
 
+# The tensors are small and the workers as many as the cores: threads of torch's own would wait for each other.
+torch.set_num_threads(1)
+os.environ["OMP_NUM_THREADS"] = "1"
+
+
 @pytest.fixture(scope="session", autouse=True)
 def session_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Nothing of the person's own cache is read or written; INVPOOL_TEST_CACHE keeps kernels between runs."""
