@@ -97,11 +97,10 @@ def find_nvcc() -> Path:
         root = os.environ.get(variable)
         if root and os.access(Path(root, "bin", "nvcc"), os.X_OK):
             return Path(root, "bin", "nvcc")
-    on_path = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
-    found = Path(on_path) if on_path else _pypi_nvcc()
+    found = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin") or _pypi_nvcc()
     if found is None:
         raise CompilerNotFoundError(f"no nvcc was found; {_HINT}")
-    return found
+    return Path(found)
 
 
 @functools.lru_cache(maxsize=8)
