@@ -11,7 +11,7 @@ VENV ?= .venv
 # The release whose CPU build is taken where there is no GPU.
 TORCH_CPU := torch==2.13.0
 HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
-HAS_NVCC := $(shell { command -v nvcc || test -x /usr/local/cuda/bin/nvcc; } >/dev/null 2>&1 && echo yes)
+HAS_NVCC := $(shell { nvcc --version || /usr/local/cuda/bin/nvcc --version; } >/dev/null 2>&1 && echo yes)
 
 ifdef SYSTEM
   RUN := PYTHONPATH=$(CURDIR)/gen$(if $(PYTHONPATH),:$(PYTHONPATH)) $(PYTHON)

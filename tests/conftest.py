@@ -9,14 +9,18 @@ from pathlib import Path
 import pytest
 import torch
 
+from helpers import fake_compiler
 from invpool.algorithms import choose
 from invpool.binding import TableRow, import_package, package_files, staged_package
 from invpool.cache import CACHE_VARIABLE, KernelCache
-from invpool.compile import Compiled, Resources, Target
 from invpool.generate import build_kernels
 from invpool.gpu import known_gpu
 from invpool.runtime import GeneratedOp
 from invpool.spec import PoolSpec
+
+# The tensors are small and the workers as many as the cores: threads of torch's own would wait for each other.
+torch.set_num_threads(1)
+os.environ["OMP_NUM_THREADS"] = "1"
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -30,12 +34,6 @@ def session_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def fresh_seed() -> None:
     torch.manual_seed(0)
-
-
-def fake_compiler(source: str, target: Target) -> Compiled:
-    """Code that no GPU would run, at once: for tests of everything around it."""
-    code = f"{target.name}:{len(source)}".encode()
-    return Compiled(code, Resources(64, 0, 0, 0, 0) if target.kind == "cubin" else None)
 
 
 @pytest.fixture(scope="session")

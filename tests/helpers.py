@@ -9,6 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from invpool.compile import Compiled, Resources, Target
+
 REPO = Path(__file__).parent.parent
 
 # Exact oracles of the operation: x (one item, H x K), g, out, dx.
@@ -49,3 +51,9 @@ def run_python(code: str, *, cwd: Path, env: dict[str, str] | None = None, timeo
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def fake_compiler(source: str, target: Target) -> Compiled:
+    """Code that no GPU would run, at once: for tests of everything around it."""
+    code = f"{target.name}:{len(source)}".encode()
+    return Compiled(code, Resources(64, 0, 0, 0, 0) if target.kind == "cubin" else None)

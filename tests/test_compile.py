@@ -76,13 +76,17 @@ def no_nvcc(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def test_search_order(no_nvcc: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with pytest.raises(
-        CompilerNotFoundError, match=r"no nvcc was found; install one with: pip install 'invpool\[nvcc\]'"
+        CompilerNotFoundError, match=r"no nvcc that runs was found; install one with: pip install 'invpool\[nvcc\]'"
     ):
         find_nvcc()
-    pypi = _program(tmp_path / "pypi" / "nvcc")
+    answer = "echo 'Cuda compilation tools, release 13.0, V13.0.88'"
+    pypi = _program(tmp_path / "pypi" / "nvcc", answer)
     monkeypatch.setattr(compile_room, "_pypi_nvcc", lambda: pypi)
     assert find_nvcc() == pypi
-    on_path = _program(tmp_path / "path" / "nvcc")
+    broken = _program(tmp_path / "broken" / "nvcc", "exec /usr/local/gone/nvcc")
+    monkeypatch.setattr(compile_room.shutil, "which", lambda name, path=None: str(broken))
+    assert find_nvcc() == pypi
+    on_path = _program(tmp_path / "path" / "nvcc", answer)
     monkeypatch.setattr(compile_room.shutil, "which", lambda name, path=None: str(on_path))
     assert find_nvcc() == on_path
     root = _program(tmp_path / "root" / "bin" / "nvcc")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import invpool
-from conftest import fake_compiler
+from helpers import fake_compiler
 from invpool import generate as generate_room
 from invpool.cache import KernelCache
 from invpool.check import Finding, Proof, prove, tolerance

@@ -67,13 +67,15 @@ def train(pool: Callable[[Tensor], Tensor], data: dict[str, Tensor], epochs: int
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--epochs", type=int, default=60)
+    parser.add_argument("--epochs", type=int, default=40)
     parser.add_argument("--build", type=Path, default=Path("build"), help="where generated packages lie")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args()
     spec = invpool.PoolSpec(WIDTH, STEPS, layout="bkh")
     folder = options.build / spec.slug
     generate(Request(spec, folder))
+    if options.device == "cpu":
+        torch.set_num_threads(1)  # the matrices are small: more threads would mostly wait for each other
     data = load_data(options.device)
     heads = {"inverted attention": invpool.load(folder), "mean over time": lambda x: x.mean(1)}
     print(f"JapaneseVowels on {options.device}, {options.epochs} epochs, 270 training and 370 test items")

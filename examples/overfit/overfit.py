@@ -64,6 +64,8 @@ def main() -> None:
     parser.add_argument("--build", type=Path, default=Path("build"), help="where generated packages lie")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args()
+    if options.device == "cpu":
+        torch.set_num_threads(1)  # the matrices are small: more threads would mostly wait for each other
     spec = invpool.PoolSpec(128, 32)
     folder = options.build / spec.slug
     generate(Request(spec, folder))

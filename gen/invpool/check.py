@@ -173,8 +173,7 @@ def prove(op: GeneratedOp, device: torch.device | str, seed: int = 0, name: str 
     """
     spec = PoolSpec(**op.manifest["spec"])
     findings = check_against_float64(op, spec, device, seed)
-    if spec.element_bytes > 2:
-        findings.append(check_by_differences(op, spec, device, seed))
+    findings.append(check_by_differences(op, spec, device, seed))
     if spec.dtype == "float64":
         findings.append(check_gradcheck(op, spec, device))
     if name is None:

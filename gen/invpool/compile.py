@@ -97,11 +97,19 @@ def find_nvcc() -> Path:
         root = os.environ.get(variable)
         if root and os.access(Path(root, "bin", "nvcc"), os.X_OK):
             return Path(root, "bin", "nvcc")
-    on_path = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
-    found = Path(on_path) if on_path else _pypi_nvcc()
+    searched = (shutil.which("nvcc"), shutil.which("nvcc", path="/usr/local/cuda/bin"), _pypi_nvcc())
+    # A wrapper left behind by a toolkit that is gone must not hide the one that works.
+    found = next((Path(path) for path in searched if path and _answers(Path(path))), None)
     if found is None:
-        raise CompilerNotFoundError(f"no nvcc was found; {_HINT}")
+        raise CompilerNotFoundError(f"no nvcc that runs was found; {_HINT}")
     return found
+
+
+def _answers(nvcc: Path) -> bool:
+    try:
+        return bool(nvcc_version(nvcc))
+    except CompilerNotFoundError:
+        return False
 
 
 @functools.lru_cache(maxsize=8)

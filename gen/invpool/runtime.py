@@ -393,11 +393,7 @@ class GeneratedOp:
         found = self._functions.get((device, index))
         if found is not None:
             return found
-        if torch.cuda.is_current_stream_capturing():
-            raise MissingKernelError(
-                f"{self.manifest['slug']} is used for the first time inside CUDA graph capture, where nothing can be "
-                "loaded; call the op once (forward and backward) before capturing"
-            )
+        self._refuse_in_capture()
         with self._guard:
             if (device, index) not in self._functions:
                 self._functions[device, index] = self._load(device, self._kernels[index])
@@ -471,9 +467,19 @@ class GeneratedOp:
     def default_scale(self, device: torch.device) -> Tensor:
         """1/sqrt(K), kept per device, so that a call moves nothing."""
         if device not in self._scales:
-            dtype = _scalar_dtype(self.dtype)
-            self._scales[device] = torch.full((), 1.0 / math.sqrt(self.K), dtype=dtype, device=device)
+            self._refuse_in_capture()
+            # A copy from the host is done when it returns; a fill would be ordered on this stream alone.
+            value = torch.tensor(1.0 / math.sqrt(self.K), dtype=_scalar_dtype(self.dtype))
+            self._scales[device] = value.to(device)
         return self._scales[device]
+
+    def _refuse_in_capture(self) -> None:
+        """Nothing may be made for later calls inside a capture: what is captured has not run, and may never."""
+        if torch.cuda.is_current_stream_capturing():
+            raise MissingKernelError(
+                f"{self.manifest['slug']} is used for the first time inside CUDA graph capture, where nothing can be "
+                "loaded; call the op once (forward and backward) before capturing"
+            )
 
     # ---- the raw ops
 
