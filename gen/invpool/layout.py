@@ -9,6 +9,8 @@ from typing import Final
 _BANKS: Final = 32
 _BANK_BYTES: Final = 4
 _WAVEFRONT_BYTES: Final = _BANKS * _BANK_BYTES
+_WIDEST_BYTES: Final = 16
+_HALF_WARP: Final = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,10 +60,14 @@ def wavefronts(addresses: Iterable[int], access_bytes: int) -> int:
         access_bytes: width of a thread's access: 2, 4, 8 or 16.
 
     A warp moves at most 128 bytes a pass, so 8-byte accesses are served by half warps and 16-byte
-    ones by quarter warps; threads that read the same word share it, and threads with the same address
-    count as one. Within a pass, the bank with the most different words decides.
+    ones by quarter warps; threads that read the same word share it. Threads with the same address
+    count as one, but for 16-byte accesses only within a half warp: a broadcast of 16 bytes takes two
+    passes (ncu, H200). Within a pass, the bank with the most different words decides.
     """
-    threads = list(dict.fromkeys(addresses))
+    threads = list(addresses)
+    if access_bytes == _WIDEST_BYTES and len(threads) > _HALF_WARP:
+        return sum(wavefronts(half, access_bytes) for half in (threads[:_HALF_WARP], threads[_HALF_WARP:]))
+    threads = list(dict.fromkeys(threads))
     group = min(len(threads), max(1, _WAVEFRONT_BYTES // max(access_bytes, _BANK_BYTES)))
     total = 0
     for first in range(0, len(threads), group):

@@ -252,11 +252,14 @@ __device__ void dot_columns(const OwnRow& row, const Scalar* item, int j, Scalar
     constexpr int kWidth = pack_width<Scalar>(kK, kStagedH);
 #pragma unroll(kUnroll / kWidth > 0 ? kUnroll / kWidth : 1)
     for (int k = 0; k < kK; k += kWidth) {
+      Scalar own[kWidth];
+#pragma unroll
+      for (int lane = 0; lane < kWidth; ++lane) own[lane] = row.at(k + lane);
 #pragma unroll
       for (int t = 0; t < N; ++t) {
         const Pack<Scalar, kWidth> pack = load_pack<kWidth>(item + (j + t) * kStagedH + k);
 #pragma unroll
-        for (int lane = 0; lane < kWidth; ++lane) dot[t] += row.at(k + lane) * pack.lane[lane];
+        for (int lane = 0; lane < kWidth; ++lane) dot[t] += own[lane] * pack.lane[lane];
       }
     }
   }

@@ -63,6 +63,10 @@ class Choice:
         """Predicted time of forward and backward."""
         return sum(self.algorithm.cost(spec, self.plan(d), gpu, batch).seconds(gpu) for d in DIRECTIONS)
 
+    def work(self, spec: PoolSpec, gpu: Gpu, batch: int) -> float:
+        """Predicted time of all units one after the other, forward and backward."""
+        return sum(sum(self.algorithm.cost(spec, self.plan(d), gpu, batch).terms(gpu).values()) for d in DIRECTIONS)
+
 
 def best_plan(
     algorithm: Algorithm[Any], spec: PoolSpec, gpu: Gpu, direction: Direction, batch: int = CHOICE_BATCH
@@ -103,4 +107,5 @@ def choose(spec: PoolSpec, gpu: Gpu, algorithm: str | None = None, batch: int = 
         reasons.append(f"{candidate.name} {direction}: {candidate.reject(spec, least, gpu)}")
     if not choices:
         raise PlanError(f"no legal plan for {spec.slug} on {gpu.name}:\n  " + "\n  ".join(reasons))
-    return min(choices, key=lambda choice: choice.seconds(spec, gpu, batch))
+    # Where one unit bounds several algorithms alike, the one that has the others work least.
+    return min(choices, key=lambda choice: (choice.seconds(spec, gpu, batch), choice.work(spec, gpu, batch)))

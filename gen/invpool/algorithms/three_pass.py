@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Final, Literal, get_args
 
@@ -16,6 +17,7 @@ from invpool.spec import PoolSpec
 
 SharedOrder = Literal["row", "padded", "transposed"]
 _MAX_THREADS: Final = 1024
+_LINE: Final = 128  # bytes of an L1 line
 # Vectors of H scalars beside the staged item in backward: the means (then out), and g. Forward has the means.
 _BACKWARD_VECTORS: Final = 2
 _COLUMNS: Final = (1, 2, 4, 8)
@@ -72,6 +74,27 @@ def _pack_width(spec: PoolSpec, *counts: int) -> int:
     while any(count % width for count in counts):
         width //= 2
     return width
+
+
+def _warps(threads: int) -> list[int]:
+    """Active lanes of each warp."""
+    return [min(WARP, threads - first) for first in range(0, threads, WARP)]
+
+
+def _lines(threads: int, stride: int) -> int:
+    """128-byte lines that the warps of ``threads`` touch together by one access each, ``stride`` bytes apart."""
+    return sum(lanes if stride >= _LINE else -(-lanes * stride // _LINE) for lanes in _warps(threads))
+
+
+def _row_lines(H: int, element_bytes: int) -> int:
+    """128-byte lines of H*H elements when warps read one row after the other, neighbouring lanes neighbouring elements.
+
+    Rows that are no whole lines start anywhere in one: on average, n bytes touch (n + line - step) / line of them.
+    """
+    step = math.gcd(H * element_bytes, _LINE)
+    if step == _LINE:
+        return H * _lines(H, element_bytes)
+    return sum(H * (lanes * element_bytes + _LINE - step) // _LINE for lanes in _warps(H))
 
 
 class ThreePass(Algorithm[ThreePassPlan]):
@@ -182,50 +205,91 @@ class ThreePass(Algorithm[ThreePassPlan]):
         """Operations that forming the mean adds to one (row, column) pair that uses it."""
         return 0
 
+    def _sweep(self, spec: PoolSpec, plan: ThreePassPlan) -> tuple[int, int, int]:
+        """(groups, accesses to H scalars side by side, scalars a wide access moves) of one sweep over the variates."""
+        groups, rest = divmod(spec.H, plan.columns)
+        width = _pack_width(spec, plan.columns, spec.H)
+        return groups + rest, groups * plan.columns // width + rest, width
+
+    def _broadcasts(self, spec: PoolSpec, plan: ThreePassPlan) -> int:
+        """Shared-memory passes that the warps need to read the staged item once, the same element in all lanes."""
+
+        def passes(width: int) -> int:
+            # Broadcasts of 16 bytes count two passes each (ncu, H200: 16768 an item forward, 17152 backward).
+            return sum(wavefronts([0] * lanes, width * spec.scalar_bytes) for lanes in _warps(spec.H))
+
+        H, K = spec.H, spec.K
+        if plan.shared_order == "transposed":
+            width = self._sweep(spec, plan)[2]
+            groups, rest = divmod(H, plan.columns)
+            return K * (groups * plan.columns // width * passes(width) + rest)
+        stride = _staged_strides(spec, plan.shared_order)[0]
+        tail = K % plan.k_tile
+        parts = [(K, K)] if plan.direction == "forward" else [(K - tail, plan.k_tile), (tail, tail)]
+        total = 0
+        for steps, unit in parts:
+            if steps:
+                width = _pack_width(spec, unit, stride)
+                if plan.direction == "backward":
+                    width = min(width, _pack_width(spec, plan.k_tile))
+                total += H * steps // width * passes(width)
+        return total
+
+    def _barriers(self, plan: ThreePassPlan, tiles: int) -> int:
+        """Block barriers of one item: the vote on the centre, then one for each change of hands of shared memory."""
+        if plan.direction == "forward":
+            return 2
+        return 4 * tiles if self._keeps_means else 3
+
     def cost(self, spec: PoolSpec, plan: ThreePassPlan, gpu: Gpu, batch: int) -> Cost:
+        """Work of one launch over items that are not centred; tests hold it against the emulator's counters."""
         launch = self.launch(spec, plan)
-        H, K, order = spec.H, spec.K, plan.shared_order
+        H, K = spec.H, spec.K
         pairs = launch.threads * H  # idle lanes of the last warp take their turn too
         warps = launch.threads // WARP
-        own = self.access_wavefronts(spec, plan)["own"]
+        stride_h = _staged_strides(spec, plan.shared_order)[0] * spec.scalar_bytes
+        own = sum(wavefronts([h * stride_h for h in range(n)], spec.scalar_bytes) for n in _warps(H))
         tiles = -(-K // plan.k_tile)
-        stride_h = _staged_strides(spec, order)[0]
-        by_step = _pack_width(spec, plan.columns, H) if order == "transposed" else _pack_width(spec, K, stride_h)
-        # Broadcasts of 16 bytes count two passes each (ncu, H200: 16768 an item forward, 17152 backward).
-        passes_each = 2 if by_step * spec.scalar_bytes == 16 else 1
-        staging = warps * K * own
+        groups, row_accesses, _ = self._sweep(spec, plan)
         mean = self._mean_operations(spec)
+        mean_reads = K if mean else 1
         scratch = batch * H * H * spec.scalar_bytes
-        # A warp whose threads walk down their own rows of the scratch, or of x, touches 32 lines an access.
-        row_walk = warps * H // _pack_width(spec, plan.columns, H) * WARP
-        input_walk = warps * K * (WARP if spec.layout == "bhk" else 1)
+        # Threads that walk down their own rows of the scratch touch a line each; so they do in x, variate-major.
+        row_walk = row_accesses * _lines(H, H * spec.scalar_bytes)
+        input_lines = _lines(H, (K if spec.layout == "bhk" else 1) * spec.element_bytes)
         load_width = 16 // spec.element_bytes if spec.layout == "bhk" and K * spec.element_bytes % 16 == 0 else 1
+        # Staging: a compensated sum, |x - c|^2 and |x|^2 by thread; c is a broadcast.
+        lines = K // load_width * input_lines + warps * K
         if plan.direction == "forward":
-            # Two sweeps of scores, then softmax and pooling: about 8 operations a pair.
-            fma = pairs * (2 * K + 8 + mean)
-            groups = -(-H // plan.columns)
-            own_reads = 0 if K <= plan.k_tile else 2 * groups * K * own
-            shared = staging + warps * (2 * H * K * passes_each // by_step + own_reads + H * (mean // 4))
+            # Two sweeps of scores, then softmax and pooling: 5 operations a pair. Own elements get c back.
+            own_reads = K if K <= plan.k_tile else 2 * groups * K
+            fma = pairs * (2 * K + 5 + mean) + launch.threads * (7 * K + own_reads)
+            shared = 2 * self._broadcasts(spec, plan) + (K + own_reads) * own + warps * H * mean_reads
             # The scratch is written, read back and written again.
-            passes, mufu = 3, pairs
-            lines = input_walk // load_width + 3 * row_walk
+            passes, mufu = 3, pairs + launch.threads
+            lines += 3 * row_walk
+            state = (spec.scalar_bytes + (spec.scalar_bytes if spec.keeps_out_acc else 0)) * H
+            least = spec.least_bytes("forward", batch)
         else:
-            # Row and column of dS, each K multiply-adds and about 4 operations a pair and tile.
-            fma = pairs * (2 * K + tiles * (8 + mean))
-            by_step = min(by_step, _pack_width(spec, plan.k_tile)) if order != "transposed" else by_step
-            shared = staging + warps * (2 * H * K * passes_each // by_step + tiles * H * (3 + mean // 4))
+            # Row and column of dS: K multiply-adds each, and 8 operations a pair and tile.
+            fma = pairs * (2 * K + tiles * (8 + mean)) + launch.threads * 9 * K
+            shared = 2 * self._broadcasts(spec, plan) + K * own + warps * tiles * H * (2 + mean_reads)
             # Row and column of the scratch are read once a tile.
             passes, mufu = 2 * tiles, 0
-            lines = input_walk // load_width + input_walk + tiles * (row_walk + warps * H)
-        state = batch * H * spec.scalar_bytes * (2 if spec.keeps_out_acc else 1)
+            lines += K * input_lines + tiles * (row_walk + _row_lines(H, spec.scalar_bytes))
+            # out is read as it was before it was rounded, and lse not at all.
+            state = (spec.scalar_bytes - spec.element_bytes) * H
+            least = spec.least_bytes("backward", batch)
+        mask = batch * H if spec.masked else 0
         return Cost(
-            fma=batch * (fma + 4 * launch.threads * K),
+            fma=batch * fma,
             fp64=spec.dtype == "float64",
             mufu=batch * mufu,
-            dram_bytes=spec.least_bytes(plan.direction, batch) + state + passes * scratch,
+            dram_bytes=least + batch * state + mask + spec.scalar_bytes + passes * scratch,
             scratch_bytes=scratch,
             shared_wavefronts=batch * shared,
             global_wavefronts=batch * lines,
+            barriers=batch * self._barriers(plan, tiles),
             shared_bytes=launch.shared_bytes,
             threads=launch.threads,
             blocks=batch,

@@ -53,7 +53,8 @@ _KERNEL_FLAGS: Final[dict[Build, tuple[str, ...]]] = {
         *("-DEMULATOR_COUNT", "-fsanitize=thread"),
     ),
 }
-_COMMON_FLAGS: Final = ("-std=c++17", "-fPIC", "-ffp-contract=off")
+# Shared variables have no initialisers, so their being static needs no guard.
+_COMMON_FLAGS: Final = ("-std=c++17", "-fPIC", "-ffp-contract=off", "-fno-threadsafe-statics")
 _ENGINE_FLAGS: Final[dict[Build, tuple[str, ...]]] = {
     "plain": (),
     "address": ("-DEMULATOR_ASAN",),

@@ -21,7 +21,7 @@ namespace {
 
 constexpr const char* kOperationNames[kOperations] = {"fma", "add", "multiply", "divide", "exp", "log", "extremum"};
 constexpr unsigned kWarp = 32;
-constexpr unsigned kBanks = 32, kBankBytes = 4;
+constexpr unsigned kBanks = 32, kBankBytes = 4, kWidestBytes = 16;
 constexpr std::uintptr_t kLineBytes = 128;
 constexpr int kShared = -1, kElsewhere = -2;  // beside the numbers of arguments
 
@@ -37,7 +37,7 @@ struct Footprint {
 struct WarpAccess {
   bool shared;
   unsigned bytes;
-  std::vector<std::uintptr_t> addresses;
+  std::vector<std::uintptr_t> addresses[2];  // of each half warp
 };
 
 struct Thread {
@@ -87,21 +87,29 @@ void access(const void* pointer, std::uint64_t bytes, bool write, const void* ca
   WarpAccess& together = warps[current_thread() / kWarp][key];
   together.shared = space == kShared;
   together.bytes = static_cast<unsigned>(bytes);
-  together.addresses.push_back(address);
+  // Arrays start a line, as they do on a GPU, wherever the host put them.
+  const std::uintptr_t seen =
+      space == kShared ? address : address - current_arguments()[space].value + (std::uintptr_t(space) << 48);
+  together.addresses[current_thread() % kWarp / (kWarp / 2)].push_back(seen);
+}
+
+std::vector<std::uintptr_t> all_addresses(const WarpAccess& access) {
+  std::vector<std::uintptr_t> all = access.addresses[0];
+  all.insert(all.end(), access.addresses[1].begin(), access.addresses[1].end());
+  return all;
 }
 
 // Passes over the banks: invpool.layout.wavefronts, which explains the rule.
-unsigned passes_over_banks(const WarpAccess& access) {
-  const std::size_t group = std::max<std::size_t>(1, kBanks * kBankBytes / std::max(access.bytes, kBankBytes));
-  std::vector<std::uintptr_t> addresses = access.addresses;  // in any order: a fiber runs when it runs
-  std::sort(addresses.begin(), addresses.end());
+unsigned passes_over_banks(std::vector<std::uintptr_t> addresses, unsigned bytes) {
+  const std::size_t group = std::max<std::size_t>(1, kBanks * kBankBytes / std::max(bytes, kBankBytes));
+  std::sort(addresses.begin(), addresses.end());  // they came in any order: a fiber runs when it runs
   addresses.erase(std::unique(addresses.begin(), addresses.end()), addresses.end());
   unsigned total = 0;
   for (std::size_t first = 0; first < addresses.size(); first += group) {
     std::vector<std::uintptr_t> words;
     for (std::size_t i = first; i < std::min(first + group, addresses.size()); ++i) {
       const std::uintptr_t address = addresses[i];
-      for (std::uintptr_t word = address / kBankBytes; word <= (address + access.bytes - 1) / kBankBytes; ++word) {
+      for (std::uintptr_t word = address / kBankBytes; word <= (address + bytes - 1) / kBankBytes; ++word) {
         words.push_back(word);
       }
     }
@@ -114,9 +122,16 @@ unsigned passes_over_banks(const WarpAccess& access) {
   return total;
 }
 
+unsigned passes_over_banks(const WarpAccess& access) {
+  if (access.bytes == kWidestBytes) {
+    return passes_over_banks(access.addresses[0], access.bytes) + passes_over_banks(access.addresses[1], access.bytes);
+  }
+  return passes_over_banks(all_addresses(access), access.bytes);
+}
+
 unsigned lines(const WarpAccess& access) {
   std::vector<std::uintptr_t> touched;
-  for (const std::uintptr_t address : access.addresses) {
+  for (const std::uintptr_t address : all_addresses(access)) {
     for (std::uintptr_t line = address / kLineBytes; line <= (address + access.bytes - 1) / kLineBytes; ++line) {
       touched.push_back(line);
     }

@@ -1,0 +1,152 @@
+"""Cost of a plan against what the emulator counts: exact for bytes and barriers, 5 % for the rest."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from emulator.pools import GPU, inputs
+from invpool.abi import DIRECTIONS, Direction, argument_names
+from invpool.algorithms import ALGORITHMS, Choice, best_plan, find_algorithm
+from invpool.emulator import EmulatedKernel, Output
+from invpool.emulator.pool import EmulatedPool
+from invpool.layout import wavefronts
+from invpool.spec import PoolSpec
+
+CASES = {
+    "default spec": (PoolSpec(128, 32), None),
+    "wide columns, tail tile": (PoolSpec(64, 40), {"shared_order": "transposed", "k_tile": 16, "columns": 8}),
+    "rows, part of a warp": (PoolSpec(37, 21), {"shared_order": "row", "k_tile": 8, "columns": 8}),
+    "rows of whole packs": (PoolSpec(36, 20), {"shared_order": "row", "k_tile": 8, "columns": 4}),
+    "padded rows": (PoolSpec(40, 16), {"shared_order": "padded", "k_tile": 16, "columns": 8}),
+    "16 bits, time-major": (PoolSpec(64, 72, "float16", "bkh"), {"k_tile": 32, "columns": 4}),
+    "float64, masked": (PoolSpec(33, 12, "float64", masked=True), {"k_tile": 8, "columns": 2}),
+}
+ITEMS = 2
+
+
+def measured(algorithm: str, spec: PoolSpec, knobs: dict | None, direction: Direction):
+    """(cost, counters, DRAM bytes) of one launch over items that are not centred and of which everything takes part."""
+    found = find_algorithm(algorithm)
+    plans = []
+    for d in DIRECTIONS:
+        best = best_plan(found, spec, GPU, d)
+        assert best is not None
+        wanted = [p for p in found.legal(spec, GPU, d) if knobs.items() <= p.knobs.items()] if knobs else [best[0]]
+        plans.append(wanted[0])
+    pool = EmulatedPool(spec, Choice(found, *plans), "count")
+    x, g, mask = inputs(spec, "normal", ITEMS)
+    mask = None if mask is None else torch.ones_like(mask)
+    state, launched = pool.run("forward", {"x": x, "mask": mask})
+    if direction == "backward":
+        _, launched = pool.run("backward", {**state, "x": x, "g": g, "mask": mask})
+    counters = launched.counters
+    assert counters is not None
+    dram = 0
+    for name, traffic in zip(argument_names(spec, direction, found.saves_attention), counters.arguments, strict=True):
+        if name == "attn":  # larger than a cache by the time it is read again
+            dram += traffic.read_bytes + traffic.write_bytes
+        else:
+            dram += traffic.bytes_read_at_all + traffic.bytes_written_at_all
+    return found.cost(spec, pool.choice.plan(direction), GPU, ITEMS), counters, dram
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("algorithm", sorted(ALGORITHMS))
+@pytest.mark.parametrize(
+    "case", [pytest.param(name, marks=[] if i < 2 else [pytest.mark.slow]) for i, name in enumerate(CASES)]
+)
+def test_cost_is_what_is_counted(case: str, algorithm: str, direction: Direction) -> None:
+    cost, counters, dram = measured(algorithm, *CASES[case], direction)
+    assert cost.dram_bytes == dram
+    assert cost.barriers == counters.barriers
+    assert cost.fma == pytest.approx(counters.issued.fma_class, rel=0.05)
+    assert cost.mufu == pytest.approx(counters.issued.transcendental, rel=0.05)
+    assert cost.shared_wavefronts == pytest.approx(counters.shared_wavefronts, rel=0.05)
+    assert cost.global_wavefronts == pytest.approx(counters.global_wavefronts, rel=0.05)
+
+
+def test_the_ablation_costs_what_it_is_kept_to_show() -> None:
+    (_, means_once, _), (_, means_anew, _) = (
+        measured(name, PoolSpec(64, 40), CASES["wide columns, tail tile"][1], "backward")
+        for name in ("three_pass", "recompute")
+    )
+    assert means_anew.operations.fma_class > 2 * means_once.operations.fma_class
+    assert means_anew.shared.read_bytes > 2 * means_once.shared.read_bytes
+
+
+# ---- the counters themselves, where the right number is known
+
+STRIDED = """
+struct alignas(16) Four { float lane[4]; };
+extern "C" __global__ void strided(const float* x, float* out, long long stride) {
+  __shared__ float tile[4096];
+  const int t = threadIdx.x;
+  for (int i = t; i < 4096; i += blockDim.x) tile[i] = x[0];
+  __syncthreads();
+  float sum = 0;
+  sum += tile[t * stride];
+  const Four four = *reinterpret_cast<const Four*>(tile + t * 4 * stride);
+  out[t] = sum * four.lane[0] + four.lane[1];
+}
+"""
+
+
+@pytest.mark.parametrize("stride", [0, 1, 2, 3, 16, 31])
+def test_bank_conflicts_are_counted_by_the_layout_rule(stride: int) -> None:
+    kernel = EmulatedKernel(STRIDED, build="count")
+    launched = kernel.launch(1, 32, 0, [torch.ones(1), Output((32,), torch.float32), stride])
+    counters = launched.counters
+    assert counters is not None
+    fill = 4096 // 32
+    expected = (
+        fill + wavefronts([4 * stride * t for t in range(32)], 4) + wavefronts([16 * stride * t for t in range(32)], 16)
+    )
+    assert counters.shared_wavefronts == expected
+    assert (counters.shared.writes, counters.shared.write_bytes) == (4096, 4 * 4096)
+    assert (counters.shared.reads, counters.shared.read_bytes) == (64, 32 * 4 + 32 * 16)
+    x, out, _ = counters.arguments
+    assert (x.reads, x.bytes_read_at_all, x.writes) == (4096, 4, 0)
+    assert (out.writes, out.write_bytes, out.bytes_written_at_all, out.reads) == (32, 128, 128, 0)
+    assert counters.global_wavefronts == fill + 1
+    assert counters.barriers == 1
+
+
+def test_a_product_that_is_added_is_one_multiply_add() -> None:
+    body = """
+extern "C" __global__ void operations(const float* x, float* out) {
+  const float a = x[0], b = x[1], c = x[2];
+  float sum = a * b + c;      // fma
+  sum -= a * c;               // fma
+  sum += b;                   // add
+  sum = sum * b;              // multiply
+  sum *= 2;                   // multiply
+  sum = exp(sum) / log(b);    // exp, log, divide
+  out[threadIdx.x] = fmax(-sum, a * b + a * c);  // extremum, multiply, fma
+}
+"""
+    x = torch.tensor([0.5, 1.5, 2.0])
+    launched = EmulatedKernel(body, build="count").launch(3, 2, 0, [x, Output((2,), torch.float32)])
+    counters = launched.counters
+    assert counters is not None
+    ops = counters.operations
+    assert (ops.fma, ops.add, ops.multiply, ops.divide, ops.exp, ops.log, ops.extremum) == (18, 6, 18, 6, 6, 6, 6)
+    # Two threads take the place of a warp of 32.
+    assert counters.issued.exp == 3 * 32
+    a, b, c = (value.double() for value in x)
+    value = torch.exp(((a * b + c) - a * c + b) * b * 2) / torch.log(b)
+    torch.testing.assert_close(
+        launched.outputs[0].double(), torch.maximum(-value, a * b + a * c).expand(2), rtol=1e-6, atol=0
+    )
+
+
+def test_counting_does_not_change_a_bit() -> None:
+    spec = PoolSpec(33, 17)
+    plans = [best_plan(find_algorithm("three_pass"), spec, GPU, d)[0] for d in DIRECTIONS]
+    choice = Choice(find_algorithm("three_pass"), *plans)
+    x, g, _ = inputs(spec, "shifted")
+    plain, counting = EmulatedPool(spec, choice), EmulatedPool(spec, choice, "count")
+    state = plain.forward(x)
+    for name, value in counting.forward(x).items():
+        assert torch.equal(value, state[name]), name
+    assert torch.equal(counting.backward(x, g, state), plain.backward(x, g, state))
