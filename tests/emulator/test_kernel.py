@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -44,6 +45,37 @@ extern "C" __global__ void reductions(int* out) {
   out[120 + t] = __syncthreads_count(t % 4 == 0);
 }
 """
+
+
+STATIC_SHARED = """
+template <int N>
+__device__ float reversed(const float* x) {
+  __shared__ float part[N];
+  part[threadIdx.x] = x[threadIdx.x];
+  __syncthreads();
+  return part[N - 1 - threadIdx.x];
+}
+__device__ inline float swapped(float value) {
+  __shared__ float part[64];
+  part[threadIdx.x] = value;
+  __syncthreads();
+  return part[threadIdx.x ^ 1];
+}
+extern "C" __global__ void static_shared(const float* x, float* out) {
+  __shared__ float mine[64];
+  mine[threadIdx.x] = reversed<64>(x);
+  __syncthreads();
+  out[threadIdx.x] = mine[threadIdx.x ^ 1] + 100 * swapped(x[threadIdx.x]);
+}
+"""
+
+
+@pytest.mark.parametrize("build", ["plain", "address", "thread", "count"])
+def test_shared_variables_of_templates_and_functions(build: str) -> None:
+    x = np.arange(64, dtype=np.float32)
+    (out,) = EmulatedKernel(STATIC_SHARED, build=build).launch(2, 64, 0, [x, Output((64,), np.float32)]).outputs
+    swapped = np.arange(64) ^ 1
+    np.testing.assert_array_equal(out, 63 - swapped + 100 * swapped)
 
 
 def test_positions_in_three_dimensions() -> None:
@@ -156,6 +188,14 @@ def test_missing_compiler_says_what_to_type(monkeypatch: pytest.MonkeyPatch) -> 
     assert not build.has_gxx()
     with pytest.raises(CompilerNotFoundError, match=r"apt-get install g\+\+"):
         EmulatedKernel(POSITIONS)
+
+
+def test_the_example_of_the_documentation_runs() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "emulator.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    run = subprocess.run([sys.executable, "-c", example], capture_output=True, text=True, check=True)
+    assert run.stdout.startswith("tensor([63., 62., 61.")
+    assert "SynchronisationPoint(operation='__syncthreads', line=5, executions=1)" in run.stdout
 
 
 def test_importing_the_emulator_needs_neither_torch_nor_numpy() -> None:

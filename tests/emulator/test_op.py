@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from invpool import binding, generate
 from invpool.algorithms import choose
 from invpool.check import Finding, Proof, prove
+from invpool.cli.app import app
 from invpool.emulator import EmulatedKernel, build
 from invpool.emulator.op import EmulatedOp
 from invpool.errors import CheckError, CompilerNotFoundError, EmulationError
@@ -132,3 +134,25 @@ def test_a_rendered_source_names_its_one_kernel() -> None:
     choice = choose(spec, KNOWN_GPUS["h200"])
     kernel = EmulatedKernel(render_kernel(choice.algorithm, spec, choice.forward))
     assert kernel.entry == f"{choice.algorithm.name}_forward_{spec.slug}"
+
+
+def test_the_commands_say_where_kernels_were_proved(tmp_path: Path) -> None:
+    folder = write_package(tmp_path / "h5_k3_f32_bhk", PoolSpec(5, 3))
+    runner = CliRunner()
+    run = runner.invoke(app, ["check", str(folder), "--on", "emulator"])
+    assert run.exit_code == 0, run.output
+    assert "kernels on emulator (g++ " in run.output
+    assert json.loads((folder / "proof.json").read_text())["emulated"]["ok"]
+    assert "last checked on emulator (g++ " in runner.invoke(app, ["show", str(folder)]).output
+    run = runner.invoke(app, ["check", str(folder), "--on", "tpu"])
+    assert run.exit_code == 2
+    assert "legal: gpu, emulator, both" in " ".join(run.output.split())
+
+
+def test_a_wrong_kernel_fails_the_check(tmp_path: Path) -> None:
+    folder = write_package(
+        tmp_path / "p", PoolSpec(5, 3), lambda s: s.replace("mean_weight += pull", "mean_weight = pull")
+    )
+    run = CliRunner().invoke(app, ["check", str(folder), "--on", "emulator"])
+    assert run.exit_code == 1
+    assert "WRONG" in run.output

@@ -44,7 +44,7 @@ _KERNEL_FLAGS: Final[dict[Build, tuple[str, ...]]] = {
     "address": (
         *("-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined"),
         # object-size would hide AddressSanitizer's own, better report.
-        *("-fno-sanitize=object-size", "-fno-sanitize-recover=undefined", "-fsanitize-sections=emulated_shared"),
+        *("-fno-sanitize=object-size", "-fno-sanitize-recover=undefined", "-fsanitize-sections=emulated_shared*"),
     ),
     "thread": ("-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=thread"),
     # Inlined, since the hooks miss what calls pass in memory, but with each vector access whole, as nvcc has it.

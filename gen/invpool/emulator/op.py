@@ -46,6 +46,9 @@ class EmulatedOp(GeneratedOp):
         """``emulator (g++ 12.2.0, x86_64)``."""
         return f"emulator (g++ {gxx_version(find_gxx())}, {platform.machine()})"
 
+    def _refuse_in_capture(self) -> None:
+        pass  # there is no stream here, so none that is captured
+
     def _launch(self, direction: str, tensors: dict[str, Tensor | None]) -> None:
         written = {name: tensors[name] for name in (("out", *self.state) if direction == "forward" else ("dx",))}
         for tensor in written.values():

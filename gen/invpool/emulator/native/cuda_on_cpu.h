@@ -32,8 +32,17 @@
 #define __forceinline__ inline __attribute__((always_inline))
 #define __launch_bounds__(...)
 #define __align__(n) __attribute__((aligned(n)))
-// A section of its own, so that the engine can poison all of it between blocks.
-#define __shared__ static __attribute__((section("emulated_shared")))
+// A section of its own, so that the engine can poison all of it between blocks. g++ lets templates and other
+// functions have no section in common, so each variable names another one; the part that differs is a comment to the
+// assembler, which sees one and the same.
+#ifdef __aarch64__
+#define EMULATOR_COMMENT "//"
+#else
+#define EMULATOR_COMMENT "#"
+#endif
+#define EMULATOR_TEXT(number) #number
+#define EMULATOR_SECTION(number) "emulated_shared,\"aw\",@progbits" EMULATOR_COMMENT EMULATOR_TEXT(number)
+#define __shared__ static __attribute__((section(EMULATOR_SECTION(__COUNTER__))))
 #define DYNAMIC_SHARED(name) unsigned char* const name = emulator::dynamic_shared()
 
 namespace emulator {
