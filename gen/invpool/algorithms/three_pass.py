@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Mapping
@@ -79,6 +80,12 @@ def _pack_width(spec: PoolSpec, *counts: int) -> int:
 def _warps(threads: int) -> list[int]:
     """Active lanes of each warp."""
     return [min(WARP, threads - first) for first in range(0, threads, WARP)]
+
+
+@functools.lru_cache(maxsize=1024)
+def _block_wavefronts(threads: int, stride: int, access_bytes: int) -> int:
+    """Shared-memory passes of one access by each thread, ``stride`` bytes apart, summed over the warps."""
+    return sum(wavefronts([t * stride for t in range(lanes)], access_bytes) for lanes in _warps(threads))
 
 
 def _lines(threads: int, stride: int) -> int:
@@ -216,7 +223,7 @@ class ThreePass(Algorithm[ThreePassPlan]):
 
         def passes(width: int) -> int:
             # Broadcasts of 16 bytes count two passes each (ncu, H200: 16768 an item forward, 17152 backward).
-            return sum(wavefronts([0] * lanes, width * spec.scalar_bytes) for lanes in _warps(spec.H))
+            return _block_wavefronts(spec.H, 0, width * spec.scalar_bytes)
 
         H, K = spec.H, spec.K
         if plan.shared_order == "transposed":
@@ -248,7 +255,7 @@ class ThreePass(Algorithm[ThreePassPlan]):
         pairs = launch.threads * H  # idle lanes of the last warp take their turn too
         warps = launch.threads // WARP
         stride_h = _staged_strides(spec, plan.shared_order)[0] * spec.scalar_bytes
-        own = sum(wavefronts([h * stride_h for h in range(n)], spec.scalar_bytes) for n in _warps(H))
+        own = _block_wavefronts(H, stride_h, spec.scalar_bytes)
         tiles = -(-K // plan.k_tile)
         groups, row_accesses, _ = self._sweep(spec, plan)
         mean = self._mean_operations(spec)
