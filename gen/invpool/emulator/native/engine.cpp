@@ -12,13 +12,14 @@
 #include <sys/mman.h>
 
 #include <algorithm>
-#include <atomic>
 #include <barrier>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <iterator>
 #include <memory>
+#include <mutex>
+#include <new>
 #include <numeric>
 #include <string>
 #include <thread>
@@ -159,8 +160,7 @@ void (*kernel)();
 unsigned block_threads;
 unsigned char* dynamic;
 std::vector<SynchronisationPoint> points;
-// Not a mutex: ThreadSanitizer would take its lock for an order among the fibers.
-std::atomic_flag points_guard;
+std::mutex points_guard;  // the threads of the cross-check meet here; fibers never do
 std::vector<Fiber> fibers;
 Context scheduler;
 int reduced;  // what the last block barrier returns
@@ -199,11 +199,10 @@ bool same_place(const Place& a, const Place& b) {
 }
 
 void record(const Place& place, unsigned executions) {
-  while (points_guard.test_and_set(std::memory_order_acquire)) std::this_thread::yield();
+  const std::lock_guard<std::mutex> guard(points_guard);
   auto point = std::find_if(points.begin(), points.end(), [&](const auto& p) { return same_place(p.place, place); });
   if (point == points.end()) point = points.insert(points.end(), {place, 0});
   point->executions += executions;
-  points_guard.clear(std::memory_order_release);
 }
 
 void poison(unsigned char* from, const unsigned char* to) {
