@@ -47,7 +47,7 @@ def test_generate_ends_with_what_a_person_needs(package: Path) -> None:
         "spills",
         "shared",
         "occupancy",
-        "forward:  three_pass shared_order=",
+        "forward:  one_pass rows=",
         "closed form for CPU tensors: ok",
         "targets:  sm_90, compute_75",
         'op = invpool.load("build/h7_k5_f32_bhk")',
@@ -67,12 +67,12 @@ def test_json_is_json(package: Path) -> None:
     shown = json.loads(invpool("show", str(package), "--json", cwd=home).stdout)
     assert shown["manifest"]["slug"] == "h7_k5_f32_bhk"
     explained = json.loads(invpool("explain", "--H", "7", "--K", "5", "--json", cwd=home).stdout)
-    assert {row["algorithm"] for row in explained["rows"]} >= {"three_pass", "recompute"}
+    assert {row["algorithm"] for row in explained["rows"]} >= {"one_pass", "three_pass", "recompute"}
 
 
 def test_show_prints_the_source(package: Path) -> None:
     done = invpool("show", str(package), "--source", "backward", cwd=package.parent)
-    assert done.stdout.rstrip("\n") == (package / "three_pass_backward.cu").read_text().rstrip("\n")
+    assert done.stdout.rstrip("\n") == (package / "one_pass_backward.cu").read_text().rstrip("\n")
     assert "regenerate with: invpool generate --H 7 --K 5" in invpool("show", str(package), cwd=package.parent).stdout
 
 
@@ -98,8 +98,12 @@ def test_explain_shows_what_made_recompute_slow(tmp_path: Path) -> None:
         (("generate", "--H", "3", "--K", "3", "--layout", "khb"), 2, "legal: bhk, bkh"),
         (("generate", "--H", "3", "--K", "3", "--arch", "sm_70"), 2, "legal: sm_75"),
         (("generate", "--H", "3", "--K", "3", "--gpu", "v100"), 2, "is not listed; legal: t4"),
-        (("generate", "--H", "3", "--K", "3", "--algorithm", "magic"), 2, "legal: recompute, three_pass"),
-        (("generate", "--H", "900", "--K", "96", "--gpu", "h200"), 1, "K <= 62 at H=900 or H <= 592 at K=96 would fit"),
+        (("generate", "--H", "3", "--K", "3", "--algorithm", "magic"), 2, "legal: one_pass, recompute, three_pass"),
+        (
+            ("generate", "--H", "900", "--K", "96", "--gpu", "h200", "--algorithm", "three_pass"),
+            1,
+            "K <= 62 at H=900 or H <= 592 at K=96 would fit",
+        ),
         (("generate", "--H", "3", "--K", "3", "--out", "/proc/p"), 1, "cannot be written"),
         (("generate", "--H", "3", "--K", "3", "--out", "taken"), 1, "holds something that invpool did not make"),
         (("check", "nowhere"), 1, "holds no generated package; make one with: invpool generate --out nowhere"),

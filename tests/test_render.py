@@ -30,11 +30,12 @@ CASES = [
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_golden_source(direction: str) -> None:
+@pytest.mark.parametrize("name", ["one_pass", "three_pass"])
+def test_golden_source(name: str, direction: str) -> None:
     """The default kernels, to the letter. After a wanted change: INVPOOL_UPDATE_GOLDEN=1 pytest, and read the diff."""
-    plan = ThreePassPlan(direction)  # type: ignore[arg-type]
-    text = render_kernel(find_algorithm("three_pass"), PoolSpec(128, 32), plan)
-    path = GOLDEN / f"three_pass_{direction}_h128_k32_f32_bhk.cu"
+    algorithm = find_algorithm(name)
+    text = render_kernel(algorithm, PoolSpec(128, 32), algorithm.plan_type(direction))
+    path = GOLDEN / f"{name}_{direction}_h128_k32_f32_bhk.cu"
     if os.environ.get("INVPOOL_UPDATE_GOLDEN"):
         path.parent.mkdir(exist_ok=True)
         path.write_text(text)
@@ -129,7 +130,7 @@ def test_missing_and_malformed_templates(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_default_plan_text_is_in_the_header() -> None:
-    choice = choose(PoolSpec(128, 32), H200)
+    choice = choose(PoolSpec(128, 32), H200, "three_pass")
     text = render_kernel(choice.algorithm, PoolSpec(128, 32), choice.forward)
     assert f"// plan        three_pass forward: {choice.forward}" in text
     assert "// launch      grid B, 128 threads, 16896 bytes of dynamic shared memory" in text

@@ -3,21 +3,20 @@
 Every kernel can be launched by a plain ``cuLaunchKernel`` from this list alone, so the shipped op,
 PyCUDA and an emulator all launch the same thing:
 
-    forward   x, out, [out_acc], lse, [attn], scale, mask, B
-    backward  x, out, lse, [attn], g, dx, scale, mask, B
+    forward   x, out, [out_acc], lse, [lse_low | attn], scale, mask, B
+    backward  x, out, lse, [lse_low | attn], g, dx, scale, mask, B
 
-All but ``B`` (64-bit) are device pointers. ``out_acc[B,H]`` is there when x has 16 bits: out before it
-was rounded, and what backward gets as ``out``. ``attn[B,H,H]`` is there for algorithms that keep it.
-``lse[B,H]`` is the natural log-sum-exp of each row. ``scale`` points to one number. ``mask`` is null, or
-uint8[B,H] with 1 for a variate that takes part. lse, out_acc, attn and scale are of the scalar type:
-float64 for float64 x, else float32.
+All but ``B`` (64-bit) are device pointers. ``lse[B,H]`` is the natural log-sum-exp of each row, of scores that
+may lack what the row has in common. ``out_acc[B,H]`` is out before it was rounded, and what backward gets as
+``out``: there when x has 16 bits, and for algorithms that keep it always. ``attn[B,H,H]`` is there for algorithms
+that keep it, ``lse_low[B,H]`` for those that take weights from lse: what its rounding lost, in base 2. ``scale``
+points to one number. ``mask`` is null, or uint8[B,H] with 1 for a variate that takes part. lse, lse_low, out_acc,
+attn and scale are of the scalar type: float64 for float64 x, else float32.
 """
 
 from __future__ import annotations
 
 from typing import Final, Literal, get_args
-
-from invpool.spec import PoolSpec
 
 Direction = Literal["forward", "backward"]
 DIRECTIONS: Final[tuple[Direction, ...]] = get_args(Direction)
@@ -27,6 +26,7 @@ _C_TYPES: Final = {
     "out": "Element* __restrict__",
     "out_acc": "Scalar* __restrict__",
     "lse": "Scalar* __restrict__",
+    "lse_low": "Scalar* __restrict__",
     "attn": "Scalar* __restrict__",
     "g": "const Element* __restrict__",
     "dx": "Element* __restrict__",
@@ -35,23 +35,17 @@ _C_TYPES: Final = {
     "B": "long long",
 }
 # What forward writes, backward only reads.
-_READ_BACK: Final = dict.fromkeys(("out", "lse", "attn"), "const Scalar* __restrict__")
+_READ_BACK: Final = dict.fromkeys(("out", "lse", "lse_low", "attn"), "const Scalar* __restrict__")
 
 
-def state_names(spec: PoolSpec, saves_attention: bool) -> tuple[str, ...]:
-    """What forward writes beside ``out`` and backward reads again, in ABI order."""
-    return (("out_acc",) if spec.keeps_out_acc else ()) + ("lse",) + (("attn",) if saves_attention else ())
-
-
-def argument_names(spec: PoolSpec, direction: Direction, saves_attention: bool) -> tuple[str, ...]:
-    """The kernel's arguments in order."""
-    state = state_names(spec, saves_attention)
+def argument_names(direction: Direction, state: tuple[str, ...]) -> tuple[str, ...]:
+    """The kernel's arguments in order; ``state`` is what forward leaves for backward beside ``out``."""
     if direction == "forward":
         return ("x", "out", *state, "scale", "mask", "B")
     return ("x", "out", *(name for name in state if name != "out_acc"), "g", "dx", "scale", "mask", "B")
 
 
-def parameter_list(spec: PoolSpec, direction: Direction, saves_attention: bool) -> str:
+def parameter_list(direction: Direction, state: tuple[str, ...]) -> str:
     """The same arguments as C declares them."""
     types = _C_TYPES if direction == "forward" else _C_TYPES | _READ_BACK
-    return ",\n    ".join(f"{types[name]} {name}" for name in argument_names(spec, direction, saves_attention))
+    return ",\n    ".join(f"{types[name]} {name}" for name in argument_names(direction, state))

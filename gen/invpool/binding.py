@@ -20,7 +20,7 @@ from types import ModuleType
 from typing import Any, Final
 
 from invpool._version import __version__
-from invpool.abi import Direction, argument_names, state_names
+from invpool.abi import Direction, argument_names
 from invpool.algorithms import Algorithm, Plan
 from invpool.cache import write_durably
 from invpool.compile import Compiled, Target
@@ -67,7 +67,7 @@ def _manifest_kernel(spec: PoolSpec, kernel: BuiltKernel) -> dict[str, Any]:
         "algorithm": algorithm.name,
         "plan": kernel.plan.knobs,
         "entry": entry_name(algorithm, spec, direction),
-        "arguments": list(argument_names(spec, direction, algorithm.saves_attention)),
+        "arguments": list(argument_names(direction, algorithm.state(spec))),
         "launch": dataclasses.asdict(algorithm.launch(spec, kernel.plan)),
         "source": {"file": f"{kernel.file_stem()}.cu", "sha256": _sha256(kernel.source.encode())},
         "images": [
@@ -95,9 +95,9 @@ def package_files(
     Raises:
         ValueError: the kernels do not agree on what forward leaves for backward.
     """
-    keeps = {kernel.algorithm.saves_attention for kernel in kernels}
-    if len(keeps) != 1:
-        raise ValueError("kernels of one package must agree on whether they keep the attention map")
+    states = {kernel.algorithm.state(spec) for kernel in kernels}
+    if len(states) != 1:
+        raise ValueError(f"kernels of one package must agree on what forward leaves for backward: {sorted(states)}")
     regenerate = regenerate_command(spec, kernels[0].algorithm.name)
     runtime = (importlib.resources.files("invpool") / "runtime.py").read_bytes()
     context = {
@@ -117,7 +117,7 @@ def package_files(
         "spec": dataclasses.asdict(spec),
         "planned_for": gpu_name,
         "regenerate": regenerate,
-        "state": list(state_names(spec, keeps.pop())),
+        "state": list(states.pop()),
         "kernels": [_manifest_kernel(spec, kernel) for kernel in kernels],
         "table": [dataclasses.asdict(row) for row in table],
         "runtime": {"file": "runtime.py", "sha256": _sha256(runtime)},

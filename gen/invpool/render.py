@@ -130,9 +130,6 @@ def kernel_context(algorithm: Algorithm[Any], spec: PoolSpec, plan: Plan) -> dic
         "K": spec.K,
         "layout": spec.layout,
         "masked": spec.masked,
-        "takes_part": "h < kH && mask_item[h] != 0" if spec.masked else "true",
-        "first_variate": "first_taking_part(mask_item)" if spec.masked else "0",
-        "has_out_acc": spec.keeps_out_acc,
         "element": _ELEMENT[spec.dtype],
         "element_bytes": spec.element_bytes,
         "scalar": _ELEMENT[spec.scalar],
@@ -140,10 +137,11 @@ def kernel_context(algorithm: Algorithm[Any], spec: PoolSpec, plan: Plan) -> dic
         "input_stride_h": spec.K if variate_major else 1,
         "input_stride_k": 1 if variate_major else spec.H,
         "threads": launch.threads,
+        "grid_text": launch.grid_text,
         "shared_bytes": launch.shared_bytes,
         "regions": algorithm.layout(spec, plan).regions,
         "entry": entry_name(algorithm, spec, plan.direction),
-        "parameters": parameter_list(spec, plan.direction, algorithm.saves_attention),
+        "parameters": parameter_list(plan.direction, algorithm.state(spec)),
         **algorithm.context(spec, plan),
     }
 

@@ -183,6 +183,7 @@ class _Kernel:
     threads: int
     shared_bytes: int
     items_per_block: int
+    blocks_per_item: int
     images: tuple[tuple[str, str, str], ...]  # (target, file name, sha256)
 
 
@@ -249,6 +250,7 @@ class GeneratedOp:
             self.layout, self.masked = str(spec["layout"]), bool(spec["masked"])
             self.dtype: torch.dtype = getattr(torch, spec["dtype"])
             self.state: tuple[str, ...] = tuple(self.manifest["state"])
+            self.extra_state = next((name for name in self.state if name not in ("out_acc", "lse")), None)
             self._kernels = [self._read_kernel(entry) for entry in self.manifest["kernels"]]
             self._rows: list[dict[str, int]] = sorted(self.manifest["table"], key=lambda row: int(row["min_batch"]))
             self._starts = [int(row["min_batch"]) for row in self._rows]
@@ -271,6 +273,7 @@ class GeneratedOp:
             int(launch["threads"]),
             int(launch["shared_bytes"]),
             int(launch["items_per_block"]),
+            int(launch["blocks_per_item"]),
             images,
         )
 
@@ -433,7 +436,7 @@ class GeneratedOp:
         index = self._row(batch)[direction]
         kernel = self._kernels[index]
         arguments = [batch if name == "B" else tensors.get(name) for name in kernel.arguments]
-        self._run_kernel(index, -(-batch // kernel.items_per_block), arguments, x.get_device())
+        self._run_kernel(index, -(-batch // kernel.items_per_block) * kernel.blocks_per_item, arguments, x.get_device())
 
     def _run_kernel(self, index: int, blocks: int, arguments: Sequence[Tensor | int | None], device: int) -> None:
         """Runs one kernel on torch's current stream of a device."""
@@ -489,6 +492,7 @@ class GeneratedOp:
         shapes: dict[str, tuple[Any, ...]] = {
             "out_acc": (batch, self.H),
             "lse": (batch, self.H),
+            "lse_low": (batch, self.H),
             "attn": (batch, self.H, self.H),
         }
         out = x.new_empty((batch, self.H))
@@ -505,9 +509,9 @@ class GeneratedOp:
         return tuple(results)
 
     def backward_state(self, results: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor | None]:
-        """What backward reads of forward's results: out as precise as it was kept, lse, and attn if it is kept."""
+        """What backward reads of forward's results: out as precise as it was kept, lse, and what more there is."""
         named = dict(zip(("out", *self.state), results, strict=True))
-        return named.get("out_acc", named["out"]), named["lse"], named.get("attn")
+        return named.get("out_acc", named["out"]), named["lse"], named.get(self.extra_state or "")
 
     def cuda_backward(
         self,
@@ -517,11 +521,13 @@ class GeneratedOp:
         mask: Tensor | None,
         out: Tensor,
         lse: Tensor,
-        attn: Tensor | None,
+        extra: Tensor | None,
     ) -> Tensor:
         dx = torch.empty_like(x, memory_format=torch.contiguous_format)
         if x.shape[0]:
-            tensors: dict[str, Tensor | None] = {"g": g, "x": x, "mask": mask, "out": out, "lse": lse, "attn": attn}
+            tensors: dict[str, Tensor | None] = {"g": g, "x": x, "mask": mask, "out": out, "lse": lse}
+            if self.extra_state is not None:
+                tensors[self.extra_state] = extra
             dense = {name: None if tensor is None else tensor.contiguous() for name, tensor in tensors.items()}
             scale = self.default_scale(x.device) if scale is None else scale
             self._launch("backward", dense | {"scale": scale, "dx": dx})
@@ -532,7 +538,7 @@ class GeneratedOp:
         seen = _closed_form_view(self.namespace, x.contiguous())
         attention, lse = closed_form_attention(seen, scale, mask)
         out = closed_form_forward(seen, scale, mask)
-        values = {"out": out, "out_acc": out, "lse": lse, "attn": attention}
+        values = {"out": out, "out_acc": out, "lse": lse, "lse_low": torch.zeros_like(lse), "attn": attention}
         for name, result in zip(("out", *self.state), results, strict=True):
             result.copy_(values[name])
         return tuple(results)
@@ -545,7 +551,7 @@ class GeneratedOp:
         mask: Tensor | None,
         out: Tensor,
         lse: Tensor,
-        attn: Tensor | None,
+        extra: Tensor | None,
     ) -> Tensor:
         seen = _closed_form_view(self.namespace, x.contiguous())
         dx = closed_form_backward(seen, g.contiguous().to(seen.dtype), scale, mask)
@@ -579,7 +585,7 @@ def _define(op: GeneratedOp) -> None:
     tags = (torch.Tag.pt2_compliant_tag,)
     library.define(f"forward(Tensor x, Tensor? scale, Tensor? mask) -> ({tensors})", tags=tags)
     library.define(
-        "backward(Tensor g, Tensor x, Tensor? scale, Tensor? mask, Tensor out, Tensor lse, Tensor? attn) -> Tensor",
+        "backward(Tensor g, Tensor x, Tensor? scale, Tensor? mask, Tensor out, Tensor lse, Tensor? extra) -> Tensor",
         tags=tags,
     )
     library.impl("forward", op.cpu_forward, "CPU")
@@ -661,10 +667,10 @@ class _Pool(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         g = gradients[0]
-        x, scale, mask, out, lse, attn = ctx.saved_tensors
+        x, scale, mask, out, lse, extra = ctx.saved_tensors
         if g is None:
             return None, None, None, None
-        dx = _PoolBackward.apply(g, x, scale, mask, ctx.namespace, out, lse, attn)
+        dx = _PoolBackward.apply(g, x, scale, mask, ctx.namespace, out, lse, extra)
         d_scale = None
         if scale is not None and ctx.needs_input_grad[1]:
             # dscale = sum dS * S / scale, through the composite: the closed formula from dx cancels.
@@ -693,7 +699,7 @@ class _Pool(torch.autograd.Function):
 
 
 class _PoolBackward(torch.autograd.Function):
-    """The gradient with its own gradient: (g, x, scale, mask, namespace, out, lse, attn) -> dx.
+    """The gradient with its own gradient: (g, x, scale, mask, namespace, out, lse, extra) -> dx.
 
     No ``*args``: torch.compile counts the parameters of ``forward`` to tell whether it takes a ctx.
     """
@@ -707,9 +713,9 @@ class _PoolBackward(torch.autograd.Function):
         namespace: str,
         out: Tensor,
         lse: Tensor,
-        attn: Tensor | None,
+        extra: Tensor | None,
     ) -> Tensor:
-        return _raw(namespace, "backward")(g, x, scale, mask, out, lse, attn)  # type: ignore[no-any-return]
+        return _raw(namespace, "backward")(g, x, scale, mask, out, lse, extra)  # type: ignore[no-any-return]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -744,9 +750,9 @@ class _PoolBackward(torch.autograd.Function):
         namespace: str,
         out: Tensor,
         lse: Tensor,
-        attn: Tensor | None,
+        extra: Tensor | None,
     ) -> tuple[Tensor, int]:
-        tensors, dims = (g, x, mask, out, lse, attn), (*in_dims[:2], in_dims[3], *in_dims[5:])
+        tensors, dims = (g, x, mask, out, lse, extra), (*in_dims[:2], in_dims[3], *in_dims[5:])
         if in_dims[2] is None:
             flat = [_flatten(tensor, dim, info.batch_size) for tensor, dim in zip(tensors, dims, strict=True)]
             dx = _PoolBackward.apply(*flat[:2], scale, flat[2], namespace, *flat[3:])

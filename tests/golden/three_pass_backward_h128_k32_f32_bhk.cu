@@ -20,7 +20,7 @@ using Scalar = float;  // what every sum is formed in
 
 constexpr int kH = 128;  // variates
 constexpr int kK = 32;  // steps of one trajectory
-constexpr int kThreads = 128;  // one thread a row, rounded up to whole warps
+constexpr int kThreads = 128;
 constexpr int kMinBlocks = 4;  // resident blocks of an SM that registers are shared out for
 
 // x[b] is read at h * kInputH + k * kInputK (bhk).
@@ -30,6 +30,8 @@ constexpr int kInputK = 1;
 // The staged item is kept at h * kStagedH + k * kStagedK (transposed).
 constexpr int kStagedH = 1;
 constexpr int kStagedK = 128;
+constexpr int kColumns = 8;  // variates a thread handles at once
+constexpr int kKTile = 32;  // steps of a row that a thread keeps in registers
 constexpr int kOffsetX = 0;  // bytes; 4096 x float
 constexpr int kOffsetMeanOrOut = 16384;  // bytes; 128 x float
 constexpr int kOffsetG = 16896;  // bytes; 128 x float
@@ -40,13 +42,10 @@ constexpr int kSharedBytes = 17408;
 #define DYNAMIC_SHARED(name) extern __shared__ __align__(16) unsigned char name[]
 #endif
 
-constexpr int kColumns = 8;  // variates a thread handles at once
-constexpr int kKTile = 32;  // steps of a row that a thread keeps in registers
-
-static_assert(kH >= 1 && kH <= kThreads && kThreads <= 1024, "one thread a row");
-static_assert(kThreads % 32 == 0, "whole warps");
+static_assert(kThreads % 32 == 0 && kThreads <= 1024, "whole warps, one block");
 static_assert(static_cast<long long>(kH) * kK < (1LL << 31), "offsets within an item are 32-bit");
 static_assert(sizeof(Element) == 4 && sizeof(Scalar) == 4, "sizes behind the offsets");
+static_assert(kH >= 1 && kH <= kThreads, "one thread a row");
 static_assert(kOffsetX % 16 == 0, "the staged item is read 16 bytes at a time");
 static_assert(17408 <= kSharedBytes, "the regions fit what the launch asks for");
 
@@ -87,6 +86,8 @@ __host__ __device__ constexpr int pack_width(int a, int b) {
 }
 
 // ---- staging.cuh: one item of x from DRAM into shared memory, one thread a row ----
+
+// ---- sums.cuh: sums that keep what float32 would drop ----
 
 // Kahan's sum: a plain float32 sum of a long trajectory (100 +- 0.05) loses the variation.
 struct CompensatedSum {

@@ -29,7 +29,7 @@ def gpu_package(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]
     """Generates a package by the main job itself, once a session; it is proved on this GPU on the way."""
     root = tmp_path_factory.mktemp("gpu_packages")
 
-    def make(spec: PoolSpec, algorithm: str = "three_pass") -> Path:
+    def make(spec: PoolSpec, algorithm: str = "one_pass") -> Path:
         folder = root / find_algorithm(algorithm).name / spec.slug
         if not folder.exists():
             result = generate(Request(spec, folder, algorithm=algorithm))
@@ -42,4 +42,4 @@ def gpu_package(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]
 
 @pytest.fixture(scope="session")
 def gpu_op(gpu_package: Callable[..., Path]) -> Callable[..., GeneratedOp]:
-    return lambda spec, algorithm="three_pass": invpool.load(gpu_package(spec, algorithm))
+    return lambda spec, algorithm="one_pass": invpool.load(gpu_package(spec, algorithm))

@@ -40,9 +40,10 @@ def test_every_kind_of_kernel_is_proved(gpu_op: GpuOp, algorithm: str, dtype: st
     assert proof.ok, proof
 
 
+@pytest.mark.parametrize("algorithm", ["one_pass", "three_pass"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_every_shape_in_float32(gpu_op: GpuOp, shape: tuple[int, int]) -> None:
-    proof = prove(gpu_op(PoolSpec(*shape)), "cuda", seed=2)
+def test_every_shape_in_float32(gpu_op: GpuOp, shape: tuple[int, int], algorithm: str) -> None:
+    proof = prove(gpu_op(PoolSpec(*shape), algorithm), "cuda", seed=2)
     assert proof.ok, proof
 
 
@@ -81,22 +82,43 @@ def test_unnormalised_series_stay_exact(gpu_op: GpuOp, algorithm: str) -> None:
     assert norm_error(op.attention_map(x.detach()), exact) <= 1e-5
 
 
-def test_one_variate_far_from_the_first_switches_centring_off(gpu_op: GpuOp) -> None:
+@pytest.mark.parametrize("shape", [(862, 96), (883, 720), (2000, 50), (8192, 8), (5, 4096), (1025, 1)])
+def test_one_pass_where_no_item_fits_a_block(gpu_op: GpuOp, shape: tuple[int, int]) -> None:
+    proof = prove(gpu_op(PoolSpec(*shape)), "cuda", seed=3)
+    assert proof.ok, proof
+
+
+def test_one_pass_needs_no_memory_of_the_size_of_a_score_tensor(gpu_op: GpuOp) -> None:
+    op = gpu_op(PoolSpec(862, 96))
+    x = torch.randn(16, 862, 96, device="cuda", requires_grad=True)
+    g = torch.ones(16, 862, device="cuda")
+    torch.autograd.grad(op(x), x, g)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    (dx,) = torch.autograd.grad(op(x), x, g)
+    extra = torch.cuda.max_memory_allocated() - before - dx.numel() * 4
+    assert extra <= 8 * 2**20  # one float32 score tensor alone is 45 MiB
+
+
+@pytest.mark.parametrize("algorithm", sorted(ALGORITHMS))
+def test_one_variate_far_from_the_first_switches_centring_off(gpu_op: GpuOp, algorithm: str) -> None:
     """Centring on x_0 must not cost the small variates their digits: element by element, not by norm."""
     spec = PoolSpec(33, 4)
     x = random_input(33, 4, "bhk", 2).float()
     x[:, 0] = -1e5 * x[:, 0].abs()
     truth = pool_ref(x, torch.ones(2, 33))
-    out = gpu_op(spec)(x.cuda()).cpu().double()
+    out = gpu_op(spec, algorithm)(x.cuda()).cpu().double()
     torch.testing.assert_close(out, truth.out, rtol=2e-5, atol=2e-6)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_guarded_inputs_at_every_offset(gpu_op: GpuOp, dtype: str, layout: str) -> None:
+@pytest.mark.parametrize("algorithm", ["one_pass", "three_pass"])
+def test_guarded_inputs_at_every_offset(gpu_op: GpuOp, algorithm: str, dtype: str, layout: str) -> None:
     """A view into a buffer of NaN, starting at each element of a 16-byte line: bitwise as from a fresh tensor."""
     spec = PoolSpec(21, 96, dtype, layout)  # type: ignore[arg-type]
-    op, x, size = gpu_op(spec), _input(spec, 2), 2 * 21 * 96
+    op, x, size = gpu_op(spec, algorithm), _input(spec, 2), 2 * 21 * 96
     g = torch.randn(2, 21, device="cuda").to(x.dtype)
     leaf = x.clone().requires_grad_()
     out = op(leaf)
@@ -127,8 +149,9 @@ def test_bad_values_spread_in_their_item_only(gpu_op: GpuOp, algorithm: str, bad
     assert torch.equal(dx[1:], clean_dx[1:])
 
 
-def test_masked_variates_may_hold_anything(gpu_op: GpuOp) -> None:
-    op = gpu_op(PoolSpec(33, 6, masked=True))
+@pytest.mark.parametrize("algorithm", sorted(ALGORITHMS))
+def test_masked_variates_may_hold_anything(gpu_op: GpuOp, algorithm: str) -> None:
+    op = gpu_op(PoolSpec(33, 6, masked=True), algorithm)
     x = torch.randn(5, 33, 6, device="cuda")
     mask = torch.rand(5, 33, device="cuda") < 0.6
     mask[0] = False
@@ -143,9 +166,10 @@ def test_masked_variates_may_hold_anything(gpu_op: GpuOp) -> None:
     assert not out[~mask].any()
 
 
-def test_half_precision_scores_beyond_65504(gpu_op: GpuOp) -> None:
+@pytest.mark.parametrize("algorithm", sorted(ALGORITHMS))
+def test_half_precision_scores_beyond_65504(gpu_op: GpuOp, algorithm: str) -> None:
     x = torch.tensor([60.0, -60.0, 59.0], device="cuda")[None, :, None].expand(1, 3, 96).half().requires_grad_()
-    out = gpu_op(PoolSpec(3, 96, "float16"))(x)
+    out = gpu_op(PoolSpec(3, 96, "float16"), algorithm)(x)
     (dx,) = torch.autograd.grad(out, x, torch.ones_like(out))
     torch.testing.assert_close(out, torch.tensor([[60.0, -60.0, 60.0]], device="cuda").half())
     torch.testing.assert_close(dx[0, 0].float(), torch.full((96,), 1 / 48, device="cuda"), rtol=1e-3, atol=0)
@@ -156,7 +180,7 @@ def test_half_precision_scores_beyond_65504(gpu_op: GpuOp) -> None:
 def test_attention_map_of_the_kernel(gpu_op: GpuOp) -> None:
     spec = PoolSpec(33, 6)
     x = _input(spec)
-    a = gpu_op(spec).attention_map(x)
+    a = gpu_op(spec, "three_pass").attention_map(x)
     exact = torch.softmax(x.double() @ x.double().mT / math.sqrt(6), -1)
     assert norm_error(a, exact) <= tolerance(spec, "out", 0.0)
     torch.testing.assert_close(a.sum(-1), torch.ones(3, 33, device="cuda"))
@@ -195,7 +219,8 @@ def test_the_same_bits_every_time_and_for_every_batch(gpu_op: GpuOp, algorithm: 
         assert torch.equal(torch.autograd.grad(op(one), one, g[item : item + 1])[0][0], dx[item])
 
 
-def test_a_masked_first_variate_does_not_cost_the_others_their_digits(gpu_op: GpuOp) -> None:
+@pytest.mark.parametrize("algorithm", sorted(ALGORITHMS))
+def test_a_masked_first_variate_does_not_cost_the_others_their_digits(gpu_op: GpuOp, algorithm: str) -> None:
     """The centre of an un-normalised item is its first variate that takes part."""
     spec = PoolSpec(137, 168, masked=True)
     x = (100 + 0.05 * random_input(137, 168, "bhk", 4)).float().cuda()
@@ -203,5 +228,5 @@ def test_a_masked_first_variate_does_not_cost_the_others_their_digits(gpu_op: Gp
     mask[:, 0] = False
     g = torch.randn(4, 137, device="cuda")
     leaf, truth = x.clone().requires_grad_(), pool_ref(x, g, mask=mask)
-    (dx,) = torch.autograd.grad(gpu_op(spec)(leaf, mask=mask), leaf, g)
+    (dx,) = torch.autograd.grad(gpu_op(spec, algorithm)(leaf, mask=mask), leaf, g)
     assert norm_error(dx, truth.dx) <= 1e-5

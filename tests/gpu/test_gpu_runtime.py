@@ -40,10 +40,11 @@ def test_batches_beyond_the_grid_axes_that_stop_at_65535(gpu_op: GpuOp) -> None:
             assert torch.equal(torch.autograd.grad(op(last), last, g[-1:])[0][0], dx[-1])
 
 
-def test_offsets_beyond_32_bits(gpu_op: GpuOp) -> None:
+@pytest.mark.parametrize("algorithm", ["one_pass", "three_pass"])
+def test_offsets_beyond_32_bits(gpu_op: GpuOp, algorithm: str) -> None:
     """x has 2.2e9 elements, and so has the attention scratch: wrapped offsets would hit the first items."""
     spec = PoolSpec(256, 104, "float16")
-    op = gpu_op(spec)
+    op = gpu_op(spec, algorithm)
     batch = 82_200
     x = torch.randn(64, 256, 104, device="cuda").half().repeat(batch // 64 + 1, 1, 1)[:batch]
     assert x.numel() > 2**31

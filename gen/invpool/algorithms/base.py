@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 from invpool.abi import Direction
 from invpool.cost import Cost
@@ -31,11 +31,21 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """Grid is ceil(B / items_per_block) on x; shared_bytes is dynamic."""
+    """Grid is ceil(B / items_per_block) * blocks_per_item on x; shared_bytes is dynamic."""
 
     threads: int
     shared_bytes: int
     items_per_block: int = 1
+    blocks_per_item: int = 1
+
+    def blocks(self, batch: int) -> int:
+        """Blocks of a launch over ``batch`` items."""
+        return -(-batch // self.items_per_block) * self.blocks_per_item
+
+    @property
+    def grid_text(self) -> str:
+        items = "B" if self.items_per_block == 1 else f"ceil(B / {self.items_per_block})"
+        return items if self.blocks_per_item == 1 else f"{items} * {self.blocks_per_item}"
 
 
 P = TypeVar("P", bound=Plan)
@@ -46,8 +56,16 @@ class Algorithm(ABC, Generic[P]):
 
     name: ClassVar[str]
     summary: ClassVar[str]
-    saves_attention: ClassVar[bool]
+    # What forward leaves for backward beside out and lse: the attention map, the low part of lse, or nothing.
+    extra_state: ClassVar[Literal["attn", "lse_low"] | None] = None
+    # Whether out is kept unrounded for every dtype, not only for those of 16 bits.
+    always_keeps_out_acc: ClassVar[bool] = False
     plan_type: type[P]
+
+    def state(self, spec: PoolSpec) -> tuple[str, ...]:
+        """What forward writes beside ``out`` and backward reads again, in ABI order."""
+        out_acc = ("out_acc",) if spec.keeps_out_acc or self.always_keeps_out_acc else ()
+        return (*out_acc, "lse", *((self.extra_state,) if self.extra_state else ()))
 
     @abstractmethod
     def candidates(self, spec: PoolSpec, direction: Direction) -> Iterator[P]:

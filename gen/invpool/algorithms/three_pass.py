@@ -107,7 +107,7 @@ def _row_lines(H: int, element_bytes: int) -> int:
 class ThreePass(Algorithm[ThreePassPlan]):
     name: ClassVar[str] = "three_pass"
     summary: ClassVar[str] = "one thread a row, means once at entry, attention map kept in DRAM"
-    saves_attention: ClassVar[bool] = True
+    extra_state: ClassVar[Literal["attn", "lse_low"] | None] = "attn"
     plan_type = ThreePassPlan
 
     _keeps_means: ClassVar[bool] = True
@@ -309,6 +309,9 @@ class ThreePass(Algorithm[ThreePassPlan]):
             "shared_order": plan.shared_order,
             "staged_stride_h": stride_h,
             "staged_stride_k": stride_k,
+            "takes_part": "h < kH && mask_item[h] != 0" if spec.masked else "true",
+            "first_variate": "first_taking_part(mask_item)" if spec.masked else "0",
+            "has_out_acc": "out_acc" in self.state(spec),
             "min_blocks": self._min_blocks(spec, plan),
             "columns": plan.columns,
             "k_tile": plan.k_tile,

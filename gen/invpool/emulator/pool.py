@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from invpool.abi import DIRECTIONS, Direction, argument_names, state_names
+from invpool.abi import DIRECTIONS, Direction, argument_names
 from invpool.algorithms import Choice
 from invpool.emulator.build import Build
 from invpool.emulator.kernel import EmulatedKernel, Launched, Output
@@ -62,18 +62,17 @@ class EmulatedPool:
         if direction == "forward":
             pairs = {"attn": (batch, spec.H, spec.H)}
             outputs = {"out": Output((batch, spec.H), element)} | {
-                name: Output(pairs.get(name, (batch, spec.H)), scalar)
-                for name in state_names(spec, algorithm.saves_attention)
+                name: Output(pairs.get(name, (batch, spec.H)), scalar) for name in algorithm.state(spec)
             }
         else:
             outputs = {"dx": Output(tuple(x.shape), element)}
         given: dict[str, Any] = {"B": batch, "scale": torch.tensor(1 / math.sqrt(spec.K), dtype=scalar), **tensors}
-        if direction == "backward" and spec.keeps_out_acc:
+        if direction == "backward" and "out_acc" in algorithm.state(spec):
             given["out"] = given["out_acc"]  # backward reads out as it was before it was rounded
-        names = argument_names(spec, direction, algorithm.saves_attention)
+        names = argument_names(direction, algorithm.state(spec))
         arguments = [outputs.get(name, given.get(name)) for name in names]
         launched = self.kernel(direction).launch(
-            -(-batch // launch.items_per_block), launch.threads, launch.shared_bytes, arguments, **options
+            launch.blocks(batch), launch.threads, launch.shared_bytes, arguments, **options
         )
         written = [name for name in names if name in outputs]
         return dict(zip(written, launched.outputs, strict=True)), launched
