@@ -12,21 +12,24 @@ import torch
 from torch import Tensor
 
 
-def composite(
-    x: Tensor, scale: Tensor | float | None = None, mask: Tensor | None = None, keys: Tensor | None = None
-) -> Tensor:
+def composite(x: Tensor, scale: Tensor | float | None = None, mask: Tensor | None = None) -> Tensor:
     """``out[B,H]`` of variate-major ``x[B,H,K]`` as a user would write it in PyTorch, in x's dtype.
 
     s[h,j] = scale <x_h, x_j>, a = softmax_j(s), out[h] = mean_k (a x)[h,k]; scale is 1/sqrt(K) unless given.
-    mask[B,H] is true where a variate takes part; where it is not, out is 0. ``keys`` stands in for x_j.
+    mask[B,H] is true where a variate takes part; where it is not, out is 0.
     """
+    return _pool(x, x, scale, mask)
+
+
+def _pool(x: Tensor, keys: Tensor, scale: Tensor | float | None, mask: Tensor | None) -> Tensor:
+    """The composite with ``keys`` in place of x_j, both where it is scored and where it is pooled."""
     factor = 1.0 / math.sqrt(x.shape[-1]) if scale is None else scale
-    scores = x @ (x if keys is None else keys).mT * factor
+    scores = x @ keys.mT * factor
     if mask is not None:
         # An item of which nothing takes part keeps its scores: softmax over nothing is NaN.
         hidden = ~mask.bool()[:, None, :] & mask.bool().any(-1)[:, None, None]
         scores = scores.masked_fill(hidden, -math.inf)
-    out = (torch.softmax(scores, -1) @ x).mean(-1)
+    out = (torch.softmax(scores, -1) @ keys).mean(-1)
     return out if mask is None else out.masked_fill(~mask.bool(), 0.0)
 
 
@@ -43,8 +46,8 @@ def pool_ref(
 ) -> Truth:
     """Forward and gradient in float64, by autograd through :func:`composite`.
 
-    The keys are centred: softmax over j is blind to what all keys have in common, while a float64
-    score of 100 +- 0.05 would leave the truth itself wrong by 2e-12.
+    The keys are centred: softmax over j is blind to what all keys have in common, and pooling gives it back
+    whole; in float64 the scores and means of 100 +- 0.05 would otherwise leave the truth wrong by 1e-11.
 
     Args:
         x: ``[B,H,K]`` or ``[B,K,H]`` by ``layout``, any float dtype, rounded already.
@@ -52,7 +55,10 @@ def pool_ref(
     """
     leaf = x.detach().double().requires_grad_()
     seen = leaf if layout == "bhk" else leaf.mT
-    out = composite(seen, scale, mask, keys=seen - seen.detach().mean(1, keepdim=True))
+    centre = seen.detach().mean(1, keepdim=True)
+    out = _pool(seen, seen - centre, scale, mask)
+    shift = centre.mean(-1).expand_as(out)
+    out = out + (shift if mask is None else shift.masked_fill(~mask.bool(), 0.0))
     (dx,) = torch.autograd.grad(out, leaf, g.double())
     return Truth(out.detach(), dx)
 

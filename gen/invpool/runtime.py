@@ -20,9 +20,11 @@ import hashlib
 import json
 import math
 import os
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any, ClassVar, Final
 
 import torch
@@ -44,15 +46,23 @@ class MissingKernelError(RuntimeError):
 
 
 def _centred(x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(x - c, c) with c the mean of the variates: softmax is blind to c, float32 scores of 100 +- 0.05 are not.
+    """(x - c, c): softmax is blind to c, the mean of the variates, but float32 scores of 100 +- 0.05 are not.
 
-    Masked variates are zeros by now: they add nothing to c, and no weight ever meets their x - c.
+    An item is centred only where every variate is near c, |x_h - c| < |x_h| / 2: elsewhere, one that is large would
+    cost the small ones their digits. No gradient runs through c: whatever it is, it changes nothing. Masked variates
+    are zeros by now, and no weight ever meets their x - c.
     """
+    fixed = x.detach()
     if mask is None:
-        centre = x.mean(-2, keepdim=True)
+        centre = fixed.mean(-2, keepdim=True)
+        seen = None
     else:
-        count = mask.to(x.dtype).sum(-1).clamp(min=1)
-        centre = x.sum(-2, keepdim=True) / count[:, None, None]
+        seen = mask.to(torch.bool)
+        centre = fixed.sum(-2, keepdim=True) / seen.sum(-1).clamp(min=1)[:, None, None].to(x.dtype)
+    near = 4 * (fixed - centre).square().sum(-1) < fixed.square().sum(-1)
+    if seen is not None:
+        near = near | ~seen
+    centre = torch.where(near.all(-1)[:, None, None], centre, torch.zeros_like(centre))
     return x - centre, centre
 
 
@@ -231,7 +241,6 @@ class GeneratedOp:
     namespace_prefix: ClassVar[str] = "invpool"
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
         path = folder / "manifest.json"
         try:
             text = path.read_bytes()
@@ -257,11 +266,8 @@ class GeneratedOp:
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise LoadError(f"{path} is damaged ({error!r}); regenerate with: {self._regenerate}") from error
         self.namespace = f"{self.namespace_prefix}_{hashlib.sha256(text).hexdigest()[:16]}"
-        self.batch_invariant = os.environ.get(BATCH_INVARIANT_VARIABLE, "0") not in ("", "0")
-        self._functions: dict[tuple[int, int], int] = {}
-        self._scales: dict[torch.device, Tensor] = {}
-        self._guard = threading.Lock()
-        _register(self)
+        self._shared = _register(self)
+        self.folder = folder
 
     @staticmethod
     def _read_kernel(entry: dict[str, Any]) -> _Kernel:
@@ -276,6 +282,33 @@ class GeneratedOp:
             int(launch["blocks_per_item"]),
             images,
         )
+
+    @property
+    def folder(self) -> Path:
+        """Where the package was opened last, by whichever of its copies."""
+        return self._shared.folders[0]
+
+    @folder.setter
+    def folder(self, folder: Path) -> None:
+        self._shared.folders.insert(0, folder.absolute())
+
+    @property
+    def batch_invariant(self) -> bool:
+        return self._shared.batch_invariant
+
+    @batch_invariant.setter
+    def batch_invariant(self, value: bool) -> None:
+        self._shared.batch_invariant = value
+
+    # What is registered and loaded belongs to the process: a copied module uses the same op.
+    def __copy__(self) -> GeneratedOp:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GeneratedOp:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return open_package, (str(self.folder),)
 
     def __repr__(self) -> str:
         return f"GeneratedOp({self.manifest['slug']}, {self.namespace})"
@@ -311,6 +344,8 @@ class GeneratedOp:
             raise ValueError(f"x is on {x.device}; this op runs on cpu and cuda")
         if mask is None:
             return
+        if not isinstance(mask, Tensor):
+            raise TypeError(f"mask is {type(mask).__name__}; expected a torch.Tensor")
         if not self.masked:
             raise ValueError(f"this op takes no mask; make one that does with: {self._regenerate} --masked")
         if mask.dtype not in (torch.bool, torch.uint8):
@@ -393,14 +428,15 @@ class GeneratedOp:
 
     def _function(self, device: int, index: int) -> int:
         """The loaded function of a kernel on a device; modules belong to a context, so each device has its own."""
-        found = self._functions.get((device, index))
+        functions = self._shared.functions
+        found = functions.get((device, index))
         if found is not None:
             return found
         self._refuse_in_capture()
-        with self._guard:
-            if (device, index) not in self._functions:
-                self._functions[device, index] = self._load(device, self._kernels[index])
-        return self._functions[device, index]
+        with self._shared.guard:
+            if (device, index) not in functions:
+                functions[device, index] = self._load(device, self._kernels[index])
+        return functions[device, index]
 
     def _load(self, device: int, kernel: _Kernel) -> int:
         files = {target: (name, digest) for target, name, digest in kernel.images}
@@ -412,7 +448,8 @@ class GeneratedOp:
                 f"{', '.join(files)}; regenerate with: {self._regenerate} --arch sm_{capability[0]}{capability[1]}"
             )
         name, digest = files[target]
-        path = self.folder / name
+        # Of several copies of the package, some may be gone by now.
+        path = next((folder / name for folder in self._shared.folders if (folder / name).exists()), self.folder / name)
         try:
             code = path.read_bytes()
         except OSError as error:
@@ -469,12 +506,13 @@ class GeneratedOp:
 
     def default_scale(self, device: torch.device) -> Tensor:
         """1/sqrt(K), kept per device, so that a call moves nothing."""
-        if device not in self._scales:
+        scales = self._shared.scales
+        if device not in scales:
             self._refuse_in_capture()
             # A copy from the host is done when it returns; a fill would be ordered on this stream alone.
             value = torch.tensor(1.0 / math.sqrt(self.K), dtype=_scalar_dtype(self.dtype))
-            self._scales[device] = value.to(device)
-        return self._scales[device]
+            scales[device] = value.to(device)
+        return scales[device]
 
     def _refuse_in_capture(self) -> None:
         """Nothing may be made for later calls inside a capture: what is captured has not run, and may never."""
@@ -485,6 +523,37 @@ class GeneratedOp:
             )
 
     # ---- the raw ops
+
+    def check_raw(self, direction: str, *arguments: Tensor | None) -> None:
+        """Refuses what a kernel would read as something else; the raw ops are there for anybody to call.
+
+        Raises:
+            TypeError, ValueError: an argument has another dtype, shape or device than the kernels take.
+        """
+        g, (x, scale, mask, *state) = (None, arguments) if direction == "forward" else (arguments[0], arguments[1:])
+        assert x is not None
+        self.check_input(x, mask)
+        scalar, row = _scalar_dtype(self.dtype), (x.shape[0], self.H)
+        if self.masked and (mask is None or mask.dtype != torch.uint8):
+            raise TypeError("the raw ops of a masked spec take a uint8 mask; call the op itself, which makes one")
+        out_dtype = scalar if "out_acc" in self.state else self.dtype
+        expected: list[tuple[str, Tensor | None, tuple[int, ...], torch.dtype]] = [("scale", scale, (), scalar)]
+        if direction == "backward":
+            extra = (*row, self.H) if self.extra_state == "attn" else row
+            out, lse, more = state
+            expected += [("g", g, row, self.dtype), ("out", out, row, out_dtype), ("lse", lse, row, scalar)]
+            if self.extra_state is not None and more is None:
+                raise TypeError(f"{self.extra_state} is missing; forward returned it")
+            expected.append((self.extra_state or "extra", more, extra, scalar))
+        for name, tensor, shape, dtype in expected:
+            if tensor is None:
+                continue
+            if tensor.dtype != dtype:
+                raise TypeError(f"{name} is {tensor.dtype}; expected {dtype}")
+            if tuple(tensor.shape) != shape or tensor.device != x.device:
+                raise ValueError(
+                    f"{name} has shape {tuple(tensor.shape)} on {tensor.device}; expected {shape} on {x.device}"
+                )
 
     def empty_state(self, x: Tensor) -> list[Tensor]:
         """Unwritten ``out`` and state for x, in the order that forward returns them: dense, whatever x's strides."""
@@ -569,13 +638,34 @@ def _raw(namespace: str, direction: str) -> Callable[..., Any]:
     return _RAW[namespace, direction]
 
 
-def _register(op: GeneratedOp) -> None:
+@dataclasses.dataclass
+class _Shared:
+    """What all copies of one package share in a process: the raw ops are registered once, by manifest hash."""
+
+    batch_invariant: bool
+    folders: list[Path] = dataclasses.field(default_factory=list)  # the one opened last comes first
+    functions: dict[tuple[int, int], int] = dataclasses.field(default_factory=dict)
+    scales: dict[torch.device, Tensor] = dataclasses.field(default_factory=dict)
+    guard: threading.Lock = dataclasses.field(default_factory=threading.Lock)
+
+
+def _registry() -> dict[str, GeneratedOp]:
+    """The op opened last of each namespace, for the whole process: every package has a runtime module of its own."""
+    module = sys.modules.setdefault("_invpool_registry", ModuleType("_invpool_registry"))
+    return module.__dict__.setdefault("ops", {})  # type: ignore[no-any-return]
+
+
+def _register(op: GeneratedOp) -> _Shared:
     """Registers the op's raw forward and backward once a process, however often its package is imported."""
-    _OPS[op.namespace] = op
-    if not hasattr(getattr(torch.ops, op.namespace), "forward"):
+    earlier = _registry().get(op.namespace)
+    _OPS[op.namespace] = _registry()[op.namespace] = op
+    if earlier is None:
         _define(op)
     for direction in ("forward", "backward"):
         _RAW[op.namespace, direction] = getattr(getattr(torch.ops, op.namespace), direction).default
+    if earlier is not None:
+        return earlier._shared
+    return _Shared(batch_invariant=os.environ.get(BATCH_INVARIANT_VARIABLE, "0") not in ("", "0"))
 
 
 def _define(op: GeneratedOp) -> None:
@@ -588,10 +678,18 @@ def _define(op: GeneratedOp) -> None:
         "backward(Tensor g, Tensor x, Tensor? scale, Tensor? mask, Tensor out, Tensor lse, Tensor? extra) -> Tensor",
         tags=tags,
     )
-    library.impl("forward", op.cpu_forward, "CPU")
-    library.impl("forward", op.cuda_forward, "CUDA")
-    library.impl("backward", op.cpu_backward, "CPU")
-    library.impl("backward", op.cuda_backward, "CUDA")
+
+    def implement(direction: str, device: str) -> None:
+        def run(x_or_g: Tensor, *rest: Tensor | None) -> Any:
+            current = _registry()[op.namespace]
+            current.check_raw(direction, x_or_g, *rest)
+            return getattr(current, f"{device.lower()}_{direction}")(x_or_g, *rest)
+
+        library.impl(direction, run, device)
+
+    for direction in ("forward", "backward"):
+        for device in ("CPU", "CUDA"):
+            implement(direction, device)
 
     def fake_forward(x: Tensor, scale: Tensor | None, mask: Tensor | None) -> tuple[Tensor, ...]:
         return tuple(op.empty_state(x))
@@ -662,6 +760,7 @@ class _Pool(torch.autograd.Function):
         x, scale, mask, namespace = inputs
         ctx.namespace = namespace
         ctx.mark_non_differentiable(*output[1:])
+        ctx.set_materialize_grads(False)  # else every backward would fill zeros of the state's size, attn's too
         ctx.save_for_backward(x, scale, mask, *_OPS[namespace].backward_state(output))
 
     @staticmethod
@@ -721,10 +820,13 @@ class _PoolBackward(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         g, x, scale, mask, namespace = inputs[:5]
         ctx.namespace = namespace
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(g, x, scale, mask)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        if gradients[0] is None:
+            return (None,) * 8
         # out and the state are functions of x: differentiating dx(g, x, scale) covers their share.
         g, x, scale, mask = ctx.saved_tensors
         namespace = ctx.namespace

@@ -2,6 +2,10 @@
 
 #include "sums.cuh"
 
+// log2(e) and ln(2), with which exponents are of 2 inside a kernel and natural outside.
+__device__ inline Scalar log2e() { return Scalar(1.4426950408889634); }
+__device__ inline Scalar ln2() { return Scalar(0.6931471805599453); }
+
 // Where a group of threads finds its item, and what of the item counts.
 struct ItemView {
   const Element* x;  // null for a group beyond the batch
@@ -72,29 +76,41 @@ struct RowSums {
 };
 
 // dot[r][c] += sum over one staged chunk of rows[row0 + r] * columns[column0 + c].
+//
+// Summed by sixteens, whatever kKStep is: a long float32 sum loses less, and forward and backward, which may stage
+// by different steps, form the very same scores.
 __device__ inline void add_products(
     const Scalar* rows, const Scalar* columns, int row0, int column0, Scalar (&dot)[kThreadRows][kThreadColumns]) {
   constexpr int kRowWidth = pack_width<Scalar>(kThreadRows, kRows + kPad);
   constexpr int kColumnWidth = pack_width<Scalar>(kThreadColumns, kColumns + kPad);
+#pragma unroll 1
+  for (int k0 = 0; k0 < kKStep; k0 += 16) {
+    Scalar part[kThreadRows][kThreadColumns] = {};
 #pragma unroll 4
-  for (int k = 0; k < kKStep; ++k) {
-    Scalar a[kThreadRows], b[kThreadColumns];
+    for (int k = k0; k < k0 + 16; ++k) {
+      Scalar a[kThreadRows], b[kThreadColumns];
 #pragma unroll
-    for (int r = 0; r < kThreadRows; r += kRowWidth) {
-      const Pack<Scalar, kRowWidth> pack = load_pack<kRowWidth>(rows + k * (kRows + kPad) + row0 + r);
+      for (int r = 0; r < kThreadRows; r += kRowWidth) {
+        const Pack<Scalar, kRowWidth> pack = load_pack<kRowWidth>(rows + k * (kRows + kPad) + row0 + r);
 #pragma unroll
-      for (int lane = 0; lane < kRowWidth; ++lane) a[r + lane] = pack.lane[lane];
-    }
+        for (int lane = 0; lane < kRowWidth; ++lane) a[r + lane] = pack.lane[lane];
+      }
 #pragma unroll
-    for (int c = 0; c < kThreadColumns; c += kColumnWidth) {
-      const Pack<Scalar, kColumnWidth> pack = load_pack<kColumnWidth>(columns + k * (kColumns + kPad) + column0 + c);
+      for (int c = 0; c < kThreadColumns; c += kColumnWidth) {
+        const Pack<Scalar, kColumnWidth> pack = load_pack<kColumnWidth>(columns + k * (kColumns + kPad) + column0 + c);
 #pragma unroll
-      for (int lane = 0; lane < kColumnWidth; ++lane) b[c + lane] = pack.lane[lane];
+        for (int lane = 0; lane < kColumnWidth; ++lane) b[c + lane] = pack.lane[lane];
+      }
+#pragma unroll
+      for (int r = 0; r < kThreadRows; ++r) {
+#pragma unroll
+        for (int c = 0; c < kThreadColumns; ++c) part[r][c] = fma(a[r], b[c], part[r][c]);
+      }
     }
 #pragma unroll
     for (int r = 0; r < kThreadRows; ++r) {
 #pragma unroll
-      for (int c = 0; c < kThreadColumns; ++c) dot[r][c] += a[r] * b[c];
+      for (int c = 0; c < kThreadColumns; ++c) dot[r][c] += part[r][c];
     }
   }
 }

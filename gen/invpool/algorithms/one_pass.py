@@ -11,7 +11,7 @@ from invpool.abi import Direction
 from invpool.algorithms.base import Algorithm, Launch, Plan
 from invpool.cost import Cost
 from invpool.gpu import WARP, Gpu
-from invpool.layout import SharedLayout
+from invpool.layout import SharedLayout, wavefronts
 from invpool.spec import PoolSpec
 
 # (rows, columns, thread_rows, thread_columns): the tile of scores and the piece of it that a thread forms.
@@ -143,7 +143,7 @@ class OnePass(Algorithm[OnePassPlan]):
 
     def _expected_registers(self, spec: PoolSpec, plan: OnePassPlan) -> int:
         words = spec.scalar_bytes // 4
-        arrays = plan.thread_rows * plan.thread_columns + plan.thread_rows + plan.thread_columns
+        arrays = 2 * plan.thread_rows * plan.thread_columns + plan.thread_rows + plan.thread_columns
         if plan.direction == "forward":
             return _BASE + words * (arrays + 3 * plan.thread_rows)
         return _BASE + words * (arrays + plan.thread_rows * (8 + plan.k_step // plan.across))
@@ -156,39 +156,89 @@ class OnePass(Algorithm[OnePassPlan]):
         return self._expected_registers(spec, plan) + _COMFORT <= plan.registers
 
     def cost(self, spec: PoolSpec, plan: OnePassPlan, gpu: Gpu, batch: int) -> Cost:
-        launch = self.launch(spec, plan)
-        blocks, chunks = launch.blocks(batch), self._chunks(spec, plan)
-        tiles = blocks * plan.items * -(-spec.H // plan.columns)
+        """Work of one launch over items that are not centred; tests hold it against the emulator's counters."""
+        launch, chunks = self.launch(spec, plan), self._chunks(spec, plan)
+        blocks, backward = launch.blocks(batch), plan.direction == "backward"
+        tiles = -(-spec.H // plan.columns)
         steps = chunks * plan.k_step
         scores = plan.rows * plan.columns
-        warps = plan.item_threads / WARP
-        # Wide reads count two passes each, as broadcasts of 16 bytes do.
-        reads = sum(max(1.0, side * spec.scalar_bytes / 8) for side in (plan.thread_rows, plan.thread_columns))
-        staged = (plan.rows if chunks > 1 else 0) + plan.columns
-        lines = staged * steps / WARP * (WARP / 4 if spec.layout == "bhk" else 1)
-        fma = scores * (steps + 6) + 5 * plan.columns * spec.K
-        shared = warps * steps * reads + staged * steps / WARP + plan.columns * spec.K / WARP
-        mufu = scores + plan.rows * plan.across
-        if plan.direction == "backward":
-            fma += scores * (plan.k_step + 8)
-            mufu = 2 * scores
-            shared += warps * plan.columns * (plan.thread_rows / 2 + plan.k_step / plan.across)
-            if chunks > 1:
-                lines += plan.columns * plan.k_step / WARP * (WARP / 4 if spec.layout == "bhk" else 1)
-        state = batch * spec.H * spec.scalar_bytes * 3
+        threads, warps = plan.item_threads, plan.item_threads / WARP
+        # Lanes that take their turn where one thread serves a column, or a row: whole warps, or all of a small group.
+        by_column, by_row, voters = (
+            threads if threads < WARP else -(-served // WARP) * WARP
+            for served in (plan.columns, plan.rows, min(spec.H, threads))
+        )
+        row_loads = (tiles if chunks > 1 else 1) + (1 if backward and chunks > 1 else 0)
+        staged = (tiles * plan.columns + row_loads * plan.rows) * steps
+        if backward and chunks > 1:
+            staged += tiles * plan.columns * plan.k_step
+        summed = tiles * by_column + (by_row if backward else 0)
+        own, others = self._tile_passes(spec, plan)
+        wide = spec.scalar_bytes // 4
+
+        fma = tiles * scores * (steps + steps // 16) + spec.K * (4 * summed + 3 * voters)
+        shared = tiles * steps * (own + others) + (staged + spec.K * summed) / WARP * wide
+        lines = staged * self._lines_an_element(spec) + spec.K * voters / WARP * (1 + self._row_lines(spec))
+        if backward:
+            thread_steps = plan.k_step // plan.across
+            fma += tiles * scores * (plan.k_step + 12) + threads * plan.thread_rows * (3 * thread_steps + 2 * 5)
+            mufu = 2 * tiles * scores
+            # Gathering: G of its rows, and one element of a column for each of its steps.
+            shared += tiles * plan.columns * (plan.thread_rows * warps * wide + thread_steps * warps * 2 * wide)
+            shared += tiles * warps * (plan.thread_columns * 6 * wide + scores / threads * 4 * wide)
+            barriers = 1 + 2 * chunks + tiles * (2 * chunks + 2 + (chunks > 1)) - (chunks == 1)
+            state = 3 * spec.scalar_bytes - spec.element_bytes  # out is read as it was kept
+        else:
+            fma += tiles * scores * 6 + threads * plan.thread_rows * (3 * tiles + 10)
+            mufu = tiles * (scores + threads * plan.thread_rows) + 2 * threads * plan.thread_rows
+            shared += tiles * warps * 2 * plan.thread_columns * wide
+            barriers = tiles * (2 * chunks + 1)
+            state = 3 * spec.scalar_bytes
+        traffic = spec.least_bytes(plan.direction, batch) + batch * spec.H * (state + spec.masked)
         return Cost(
-            fma=round(tiles * fma),
+            fma=round(blocks * plan.items * fma),
             fp64=spec.dtype == "float64",
-            mufu=round(tiles * mufu),
-            dram_bytes=spec.least_bytes(plan.direction, batch) + state,
+            mufu=round(blocks * plan.items * mufu),
+            dram_bytes=traffic + spec.scalar_bytes,
             scratch_bytes=0,
-            shared_wavefronts=round(tiles * shared),
-            global_wavefronts=round(tiles * lines),
+            shared_wavefronts=round(blocks * plan.items * shared),
+            global_wavefronts=round(blocks * plan.items * lines),
+            barriers=blocks * barriers,
             shared_bytes=launch.shared_bytes,
             threads=launch.threads,
             blocks=blocks,
             registers=plan.registers,
         )
+
+    @staticmethod
+    def _tile_passes(spec: PoolSpec, plan: OnePassPlan) -> tuple[int, int]:
+        """Shared-memory passes of all warps of a group for one step of the rows' tile, and of the columns'."""
+        size = spec.scalar_bytes
+        threads = range(plan.item_threads)
+        warps = [threads[first : first + WARP] for first in range(0, len(threads), WARP)]
+        rows = [[t // plan.across * plan.thread_rows * size for t in warp] for warp in warps]
+        columns = [[t % plan.across * plan.thread_columns * size for t in warp] for warp in warps]
+        passes = []
+        for count, addresses in ((plan.thread_rows, rows), (plan.thread_columns, columns)):
+            width = min(count, 16 // size)
+            passes.append(sum(wavefronts(warp, width * size) for warp in addresses) * (count // width))
+        return passes[0], passes[1]
+
+    @staticmethod
+    def _lines_an_element(spec: PoolSpec) -> float:
+        """128-byte lines that staging touches for one element: its lanes walk down the rows."""
+        if spec.layout == "bkh":
+            return spec.element_bytes / 128
+        width = 16 // spec.element_bytes
+        while spec.K % width:
+            width //= 2
+        return 1 / width
+
+    @staticmethod
+    def _row_lines(spec: PoolSpec) -> int:
+        """Lines that a warp touches when each lane reads an element of a row of its own."""
+        stride = (spec.K if spec.layout == "bhk" else 1) * spec.element_bytes
+        return min(WARP, -(-WARP * stride // 128))
 
     def context(self, spec: PoolSpec, plan: OnePassPlan) -> Mapping[str, Any]:
         return {

@@ -71,9 +71,12 @@ struct Counted {
   friend bool operator==(Counted a, Counted b) { return a.value == b.value; }
   friend bool operator!=(Counted a, Counted b) { return a.value != b.value; }
 
+  friend Counted fma(Counted a, Counted b, Counted c) { return of(std::fma(a.value, b.value, c.value), kFma); }
   friend Counted fmax(Counted a, Counted b) { return of(std::fmax(a.value, b.value), kExtremum); }
   friend Counted exp(Counted a) { return of(std::exp(a.value), kExponential); }
+  friend Counted exp2(Counted a) { return of(std::exp2(a.value), kExponential); }
   friend Counted log(Counted a) { return of(std::log(a.value), kLogarithm); }
+  friend Counted log2(Counted a) { return of(std::log2(a.value), kLogarithm); }
 };
 
 using CountedFloat = Counted<float>;
