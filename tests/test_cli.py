@@ -47,7 +47,7 @@ def test_generate_ends_with_what_a_person_needs(package: Path) -> None:
         "spills",
         "shared",
         "occupancy",
-        "forward:  one_pass rows=",
+        "forward:  three_pass shared_order=",
         "closed form for CPU tensors: ok",
         "targets:  sm_90, compute_75",
         'op = invpool.load("build/h7_k5_f32_bhk")',
@@ -72,7 +72,7 @@ def test_json_is_json(package: Path) -> None:
 
 def test_show_prints_the_source(package: Path) -> None:
     done = invpool("show", str(package), "--source", "backward", cwd=package.parent)
-    assert done.stdout.rstrip("\n") == (package / "one_pass_backward.cu").read_text().rstrip("\n")
+    assert done.stdout.rstrip("\n") == (package / "three_pass_backward.cu").read_text().rstrip("\n")
     assert "regenerate with: invpool generate --H 7 --K 5" in invpool("show", str(package), cwd=package.parent).stdout
 
 

@@ -92,7 +92,7 @@ def _wrong_proof() -> Proof:
 
 def test_refusals_leave_nothing(tmp_path: Path, cache: KernelCache) -> None:
     with pytest.raises(PlanError):
-        generate(Request(PoolSpec(2000, 3), tmp_path / "p"), cache)
+        generate(Request(PoolSpec(2000, 3), tmp_path / "p", algorithm="three_pass"), cache)
     (tmp_path / "q").mkdir()
     (tmp_path / "q" / "mine").touch()
     with pytest.raises(OutputError, match="did not make"):

@@ -29,7 +29,7 @@ from invpool.gpu import DEFAULT_GPU, KNOWN_GPUS
 from invpool.reference import norm_error, pool_ref
 from invpool.spec import PoolSpec
 
-SPECS = (PoolSpec(128, 32), PoolSpec(33, 72))
+SPECS = (PoolSpec(128, 32), PoolSpec(33, 72), PoolSpec(70, 136), PoolSpec(7, 20))
 KINDS = ("normal", "shifted")
 ITEMS = 2
 MOST_SURVIVORS = 0.02

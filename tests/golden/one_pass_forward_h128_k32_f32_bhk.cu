@@ -37,8 +37,6 @@ constexpr int kThreadsAcross = kColumns / kThreadColumns;  // neighbours in a wa
 constexpr int kKStep = 32;  // steps of the trajectories that are staged at once
 constexpr int kChunks = (kK + kKStep - 1) / kKStep;
 constexpr int kRowTiles = (kH + kRows - 1) / kRows;
-constexpr Scalar kLog2E = 1.4426950408889634;
-constexpr Scalar kLn2 = 0.6931471805599453;
 constexpr int kPad = 16 / sizeof(Scalar);  // keeps the steps of a tile 16-byte aligned and off each other's banks
 constexpr int kOffsetRows = 0;  // bytes; 2176 x float
 constexpr int kOffsetColumns = 8704;  // bytes; 2176 x float
@@ -60,6 +58,7 @@ static_assert(kItemThreads == (kRows / kThreadRows) * kThreadsAcross, "every sco
 static_assert(kRows % kThreadRows == 0 && kColumns % kThreadColumns == 0, "whole pieces");
 static_assert(kThreadsAcross <= 32 && 32 % kThreadsAcross == 0, "rows are summed within a warp");
 static_assert(kRows <= kItemThreads && kColumns <= kItemThreads, "one thread a row of either tile");
+static_assert(kKStep % 16 == 0, "scores are summed by sixteens");
 static_assert(kItemBytes % 16 == 0 && kItemBytes * kItems == kSharedBytes, "groups do not overlap");
 static_assert(18944 <= kSharedBytes, "the regions fit what the launch asks for");
 
@@ -114,6 +113,10 @@ struct CompensatedSum {
     sum = next;
   }
 };
+
+// log2(e) and ln(2), with which exponents are of 2 inside a kernel and natural outside.
+__device__ inline Scalar log2e() { return Scalar(1.4426950408889634); }
+__device__ inline Scalar ln2() { return Scalar(0.6931471805599453); }
 
 // Where a group of threads finds its item, and what of the item counts.
 struct ItemView {
@@ -185,29 +188,41 @@ struct RowSums {
 };
 
 // dot[r][c] += sum over one staged chunk of rows[row0 + r] * columns[column0 + c].
+//
+// Summed by sixteens, whatever kKStep is: a long float32 sum loses less, and forward and backward, which may stage
+// by different steps, form the very same scores.
 __device__ inline void add_products(
     const Scalar* rows, const Scalar* columns, int row0, int column0, Scalar (&dot)[kThreadRows][kThreadColumns]) {
   constexpr int kRowWidth = pack_width<Scalar>(kThreadRows, kRows + kPad);
   constexpr int kColumnWidth = pack_width<Scalar>(kThreadColumns, kColumns + kPad);
+#pragma unroll 1
+  for (int k0 = 0; k0 < kKStep; k0 += 16) {
+    Scalar part[kThreadRows][kThreadColumns] = {};
 #pragma unroll 4
-  for (int k = 0; k < kKStep; ++k) {
-    Scalar a[kThreadRows], b[kThreadColumns];
+    for (int k = k0; k < k0 + 16; ++k) {
+      Scalar a[kThreadRows], b[kThreadColumns];
 #pragma unroll
-    for (int r = 0; r < kThreadRows; r += kRowWidth) {
-      const Pack<Scalar, kRowWidth> pack = load_pack<kRowWidth>(rows + k * (kRows + kPad) + row0 + r);
+      for (int r = 0; r < kThreadRows; r += kRowWidth) {
+        const Pack<Scalar, kRowWidth> pack = load_pack<kRowWidth>(rows + k * (kRows + kPad) + row0 + r);
 #pragma unroll
-      for (int lane = 0; lane < kRowWidth; ++lane) a[r + lane] = pack.lane[lane];
-    }
+        for (int lane = 0; lane < kRowWidth; ++lane) a[r + lane] = pack.lane[lane];
+      }
 #pragma unroll
-    for (int c = 0; c < kThreadColumns; c += kColumnWidth) {
-      const Pack<Scalar, kColumnWidth> pack = load_pack<kColumnWidth>(columns + k * (kColumns + kPad) + column0 + c);
+      for (int c = 0; c < kThreadColumns; c += kColumnWidth) {
+        const Pack<Scalar, kColumnWidth> pack = load_pack<kColumnWidth>(columns + k * (kColumns + kPad) + column0 + c);
 #pragma unroll
-      for (int lane = 0; lane < kColumnWidth; ++lane) b[c + lane] = pack.lane[lane];
+        for (int lane = 0; lane < kColumnWidth; ++lane) b[c + lane] = pack.lane[lane];
+      }
+#pragma unroll
+      for (int r = 0; r < kThreadRows; ++r) {
+#pragma unroll
+        for (int c = 0; c < kThreadColumns; ++c) part[r][c] = fma(a[r], b[c], part[r][c]);
+      }
     }
 #pragma unroll
     for (int r = 0; r < kThreadRows; ++r) {
 #pragma unroll
-      for (int c = 0; c < kThreadColumns; ++c) dot[r][c] += a[r] * b[c];
+      for (int c = 0; c < kThreadColumns; ++c) dot[r][c] += part[r][c];
     }
   }
 }
@@ -286,7 +301,7 @@ one_pass_forward_h128_k32_f32_bhk(
 
   const int across = thread % kThreadsAcross, row0 = thread / kThreadsAcross * kThreadRows;
   const int column0 = across * kThreadColumns;
-  const Scalar factor = scale[0] * kLog2E;  // exponents are of 2 from here on
+  const Scalar factor = scale[0] * log2e();  // exponents are of 2 from here on
 
   // Of this thread's share of each of its rows: the largest exponent, the sum of weights, the sum of weights * m.
   Scalar largest[kThreadRows], sum[kThreadRows] = {}, pooled[kThreadRows] = {};
@@ -357,9 +372,9 @@ one_pass_forward_h128_k32_f32_bhk(
     out[index] = from_scalar<Element>(result + centre_mean);
     out_acc[index] = result;
     const Scalar log_total = log2(total);
-    const Scalar high = (base + log_total) * kLn2;
+    const Scalar high = (base + log_total) * ln2();
     lse[index] = high;
     // Backward takes exponents relative to lse: what the rounding of lse lost would be an error of every weight.
-    lse_low[index] = (base - high * kLog2E) + log_total;
+    lse_low[index] = fma(-high, log2e(), base) + log_total;
   }
 }

@@ -166,7 +166,7 @@ __device__ inline Centre stage_item(
     const Element* item, int h, int first, bool takes_part, Scalar* staged, Scalar& mean) {
   StagedRow row;
   if (h < kH) row = stage_row(item, h, first, takes_part, staged);
-  const Centre centre{item + first * kInputH, __syncthreads_and(row.near_first) != 0};
+  const Centre centre{item + first * kInputH, first < kH && __syncthreads_and(row.near_first) != 0};
   if (centre.used && h < kH && takes_part) {
     CompensatedSum total;
     for (int k = 0; k < kK; ++k) {
