@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -108,6 +110,28 @@ def test_one_spec_twice_other_specs_and_another_version_in_one_process(
     for op in (first, again, other_version):
         torch.testing.assert_close(op(x), first(x))
     assert other_spec(torch.randn(2, 4, 3)).shape == (2, 4)
+
+
+def test_a_copy_serves_when_the_first_is_gone(make_package: MakePackage, tmp_path: Path) -> None:
+    """The raw ops are registered once a manifest; what they run must not hang on the folder that came first."""
+    spec = PoolSpec(7, 3)
+    first = invpool.load(make_package(spec, tmp_path / "first"))
+    shutil.copytree(tmp_path / "first", tmp_path / "second")
+    second = invpool.load(tmp_path / "second")
+    shutil.rmtree(tmp_path / "first")
+    assert second.namespace == first.namespace
+    assert second.folder == tmp_path / "second"
+    second.batch_invariant = True
+    assert first.batch_invariant
+    read: list[Path] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+        runtime = sys.modules[type(first).__module__]
+        patch.setattr(runtime, "_Bound", lambda device: contextlib.nullcontext())
+        patch.setattr(runtime, "_call", lambda name, *rest: read.append(name) if name == "cuModuleLoadData" else None)
+        with pytest.raises(AssertionError):  # no function came of it, but the code was read
+            first._load(0, first._kernels[0])
+    assert read == ["cuModuleLoadData"]
 
 
 def test_registration_outlives_the_module(make_package: MakePackage, tmp_path: Path) -> None:

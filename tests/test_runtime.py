@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 
@@ -130,8 +131,8 @@ def test_func_transforms(make_op: MakeOp) -> None:
     torch.testing.assert_close(
         torch.vmap(op)(stacked, scales), torch.stack([op(x, s) for x, s in zip(stacked, scales, strict=True)])
     )
-    vmapped_scale_gradient = torch.vmap(torch.func.grad(lambda s, x: op(x, s).pow(2).sum()))(scales, stacked)
-    assert vmapped_scale_gradient.shape == (4,)
+    by_scale = [torch.vmap(torch.func.grad(lambda s, x, p=p: p(x, s).pow(2).sum())) for p in (op, composite)]
+    torch.testing.assert_close(by_scale[0](scales, stacked), by_scale[1](scales, stacked))
 
 
 def test_forward_mode_is_refused_not_wrong(make_op: MakeOp) -> None:
@@ -334,3 +335,64 @@ def test_one_plan_for_every_batch(make_op: MakeOp, monkeypatch: pytest.MonkeyPat
     assert [op._row(batch)["forward"] for batch in (1, 63, 64, 4095, 4096, 10**6)] == [0, 0, 1, 1, 2, 2]
     monkeypatch.setattr(op, "batch_invariant", True)
     assert {op._row(batch)["forward"] for batch in (1, 64, 10**6)} == {2}
+
+
+def test_one_variate_far_from_the_others_switches_centring_off(make_op: MakeOp) -> None:
+    """Centred on a mean that one large variate sets, the small ones would lose their digits: 3e-2 in dx."""
+    x = torch.randn(2, 33, 8)
+    x[:, 0] += 1e4
+    x.requires_grad_()
+    g, op = torch.randn(2, 33), make_op(PoolSpec(33, 8))
+    truth = pool_ref(x, g)
+    assert norm_error(torch.autograd.grad(op(x), x, g)[0], truth.dx) <= 5e-7
+    small = torch.softmax(x.detach().double() @ x.detach().double().mT / math.sqrt(8), -1)[:, 1:, 1:]
+    assert norm_error(op.attention_map(x.detach())[:, 1:, 1:], small) <= 1e-6
+
+
+def test_a_copied_module_uses_the_same_op(make_op: MakeOp) -> None:
+    op = make_op(F64)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3).double(), _module(op))
+    model.pool = op  # type: ignore[assignment]
+    copied = copy.deepcopy(model)
+    assert copied.pool is op
+    x = random_input(5, 3, "bhk")
+    torch.testing.assert_close(copied[1](x), op(x))
+
+
+def test_backward_gets_no_zeros_for_the_state(make_op: MakeOp) -> None:
+    """Materialised, they would be as large as the attention map, at every step."""
+    seen: list[tuple[object, ...]] = []
+    op, x = make_op(F64), random_input(5, 3, "bhk").requires_grad_()
+    out = op(x)
+    node = out.grad_fn
+    assert node is not None
+    node.register_prehook(lambda gradients: seen.append(gradients))
+    out.sum().backward()
+    assert [gradient is None for gradient in seen[0]] == [False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("direction", "spoil", "error", "message"),
+    [
+        ("forward", {"x": torch.zeros(2, 5, 4)}, ValueError, "this op was made for"),
+        ("forward", {"x": torch.zeros(2, 5, 3).double()}, TypeError, "torch.float64"),
+        ("forward", {"scale": torch.tensor(0.5).double()}, TypeError, "scale is torch.float64; expected torch.float32"),
+        ("forward", {"mask": None}, TypeError, "uint8 mask"),
+        ("forward", {"mask": torch.ones(2, 4, dtype=torch.uint8)}, ValueError, "mask has shape"),
+        ("backward", {"g": torch.zeros(2, 4)}, ValueError, r"g has shape \(2, 4\) .*expected \(2, 5\)"),
+        ("backward", {"lse": torch.zeros(2, 5).double()}, TypeError, "lse is torch.float64"),
+        ("backward", {"extra": None}, TypeError, "attn is missing"),
+        ("backward", {"extra": torch.zeros(2, 5)}, ValueError, "attn has shape"),
+    ],
+)
+def test_raw_ops_refuse_what_a_kernel_would_misread(
+    make_op: MakeOp, direction: str, spoil: dict[str, Tensor | None], error: type[Exception], message: str
+) -> None:
+    op = make_op(PoolSpec(5, 3, masked=True))
+    raw = getattr(torch.ops, op.namespace)
+    forward = {"x": torch.randn(2, 5, 3), "scale": None, "mask": torch.ones(2, 5, dtype=torch.uint8)}
+    state = dict(zip(("out", "lse", "extra"), op.backward_state(raw.forward(**forward)), strict=True))
+    arguments = forward if direction == "forward" else {"g": torch.randn(2, 5), **forward, **state}
+    getattr(raw, direction)(**arguments)
+    with pytest.raises(error, match=message):
+        getattr(raw, direction)(**arguments | spoil)

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
 from helpers import ORACLES, random_input
-from invpool.algorithms import ALGORITHMS
+from invpool.abi import DIRECTIONS
+from invpool.algorithms import ALGORITHMS, Choice, find_algorithm
+from invpool.binding import TableRow, import_package, package_files, staged_package
+from invpool.cache import KernelCache
 from invpool.check import prove, tolerance
+from invpool.generate import build_kernels
+from invpool.gpu import present_gpu
 from invpool.reference import norm_error, pool_ref
 from invpool.runtime import GeneratedOp
 from invpool.spec import DTYPES, LAYOUTS, PoolSpec
@@ -230,3 +236,29 @@ def test_a_masked_first_variate_does_not_cost_the_others_their_digits(gpu_op: Gp
     leaf, truth = x.clone().requires_grad_(), pool_ref(x, g, mask=mask)
     (dx,) = torch.autograd.grad(gpu_op(spec, algorithm)(leaf, mask=mask), leaf, g)
     assert norm_error(dx, truth.dx) <= 1e-5
+
+
+ORDERS = (("row", 1, 8), ("row", 8, 32), ("padded", 4, 16), ("padded", 2, 64), ("transposed", 8, 8))
+TILES = ((64, 4, 16), (32, 4, 32), (16, 2, 64), (64, 8, 32), (16, 4, 16))
+PLANS = [
+    ("three_pass", {"shared_order": order, "columns": columns, "k_tile": k_tile}) for order, columns, k_tile in ORDERS
+] + [("one_pass", {"rows": rows, "thread_rows": thread_rows, "k_step": k_step}) for rows, thread_rows, k_step in TILES]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize(("algorithm", "knobs"), PLANS, ids=str)
+def test_plans_off_the_default_path(tmp_path: Path, algorithm: str, knobs: dict[str, object], dtype: str) -> None:
+    """Orders, tiles and tails that the default plans never take: a wrong stride there would pass everything else."""
+    spec, gpu = PoolSpec(33, 36, dtype), present_gpu()  # type: ignore[arg-type]
+    assert gpu is not None
+    found = find_algorithm(algorithm)
+    plans = [next((p for p in found.legal(spec, gpu, d) if knobs.items() <= p.knobs.items()), None) for d in DIRECTIONS]
+    if None in plans:
+        # float64 halves what fits; float32 must have them all.
+        assert dtype == "float64", found.name
+        return
+    kernels = build_kernels(spec, Choice(found, *plans), (gpu.arch,), KernelCache())  # type: ignore[arg-type]
+    with staged_package(tmp_path / spec.slug, package_files(spec, gpu.name, kernels, (TableRow(0, 0, 1),))):
+        pass
+    proof = prove(import_package(tmp_path / spec.slug).op, "cuda", seed=4)
+    assert proof.ok, proof
