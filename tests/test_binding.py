@@ -182,10 +182,64 @@ def test_a_failed_proof_leaves_the_old_package(tmp_path: Path) -> None:
 
 
 def test_what_a_killed_process_left_is_cleared(tmp_path: Path) -> None:
-    (tmp_path / ".p.killed").mkdir()
+    with staged_package(tmp_path / "p", {"a": b"1"}) as staging:
+        prefix = staging.parent.name.rpartition("-")[0]
+    (tmp_path / f"{prefix}-killed").mkdir()
     with staged_package(tmp_path / "p", {"a": b"1"}):
         pass
     assert [path.name for path in tmp_path.iterdir()] == ["p"]
+
+
+def test_hidden_siblings_are_left_alone(tmp_path: Path) -> None:
+    for sibling in (".emacs.d", ".emacs.", ".invpool-mine"):
+        (tmp_path / sibling).mkdir()
+    with staged_package(tmp_path / "emacs", {"a": b"1"}):
+        pass
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".emacs.", ".emacs.d", ".invpool-mine", "emacs"]
+
+
+def test_packages_whose_names_start_alike_are_staged_side_by_side(tmp_path: Path) -> None:
+    with staged_package(tmp_path / "p.q", {"a": b"1"}) as staging:
+        with staged_package(tmp_path / "p", {"a": b"2"}):
+            pass
+        assert (staging / "a").read_bytes() == b"1"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["p", "p.q"]
+
+
+@pytest.mark.parametrize("failure", [OSError("the disk went away"), KeyboardInterrupt()])
+def test_a_failed_move_puts_the_old_package_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: BaseException
+) -> None:
+    folder = tmp_path / "p"
+    with staged_package(folder, {"a": b"old"}):
+        pass
+    rename = Path.rename
+
+    def failing(path: Path, target: Path) -> Path:
+        if path.name == "new":
+            raise failure
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", failing)
+    with pytest.raises((OutputError, KeyboardInterrupt)), staged_package(folder, {"a": b"new"}):
+        pass
+    assert (folder / "a").read_bytes() == b"old"
+    assert [path.name for path in tmp_path.iterdir()] == ["p"]
+
+
+def test_a_relative_output_lands_where_it_was_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with staged_package(Path("p"), {"a": b"1"}):
+        os.chdir("elsewhere")
+    assert (tmp_path / "p" / "a").read_bytes() == b"1"
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "a/..", "/"])
+def test_an_output_without_a_name_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(OutputError, match=r"does not name a folder of its own; type one, such as --out build/pool"):
+        check_output(Path(name), force=True)
 
 
 @pytest.mark.parametrize(

@@ -168,6 +168,8 @@ def check_output(folder: Path, force: bool = False) -> None:
     Raises:
         OutputError: says what is there and what to type.
     """
+    if folder.name in ("", ".."):
+        raise OutputError(f"{str(folder)!r} does not name a folder of its own; type one, such as --out build/pool")
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
         raise OutputError(f"{folder} is not a folder; choose another with --out")
     if folder.is_dir() and any(folder.iterdir()):
@@ -185,39 +187,44 @@ def check_output(folder: Path, force: bool = False) -> None:
         raise OutputError(f"{folder.parent} cannot be written: {error.strerror}; choose another with --out") from error
 
 
+def _staging_prefix(folder: Path) -> str:
+    """How the temporary folders beside a package are named: by a hash, so that none is the start of another's."""
+    return f".invpool-{_sha256(folder.name.encode())[:16]}-"
+
+
 @contextlib.contextmanager
 def staged_package(folder: Path, files: dict[str, bytes]) -> Iterator[Path]:
     """Writes a package beside its place, yields it for proof, and moves it into place if the body succeeds.
 
     The caller holds the output's lock, so whatever an earlier call left behind belongs to nobody alive.
-    The move is two renames; a process killed between them leaves the old package under a name that
-    the next call removes.
+    The move is two renames; if the second fails, the first is undone.
 
     Raises:
         OutputError: the disk is full or the path cannot be written.
     """
-    prefix = f".{folder.name}."
-    staging: Path | None = None
+    folder = folder.resolve()
+    prefix = _staging_prefix(folder)
+    workspace: Path | None = None
     try:
-        for stale in folder.parent.glob(f"{prefix}*"):
-            shutil.rmtree(stale, ignore_errors=True)
-        staging = Path(tempfile.mkdtemp(prefix=prefix, dir=folder.parent))
+        for stale in folder.parent.iterdir():
+            if stale.name.startswith(prefix):
+                shutil.rmtree(stale, ignore_errors=True)
+        workspace = Path(tempfile.mkdtemp(prefix=prefix, dir=folder.parent))
+        staging = workspace / "new"
+        staging.mkdir()
         for name, data in files.items():
             write_durably(staging / name, data)
-        staging.chmod(0o755)
         yield staging
         if folder.exists():
-            retired = Path(tempfile.mkdtemp(prefix=prefix, dir=folder.parent))
-            folder.rename(retired / "old")
-            staging.rename(folder)
-            shutil.rmtree(retired, ignore_errors=True)
-        else:
-            staging.rename(folder)
+            folder.rename(workspace / "old")
+        staging.rename(folder)
     except OSError as error:
         raise OutputError(f"{folder} cannot be written: {error}") from error
     finally:
-        if staging is not None and staging.exists():
-            shutil.rmtree(staging, ignore_errors=True)
+        if workspace is not None:
+            if (workspace / "old").exists() and not folder.exists():
+                (workspace / "old").rename(folder)
+            shutil.rmtree(workspace, ignore_errors=True)
 
 
 def write_proof(folder: Path, proof: dict[str, Any]) -> None:
