@@ -28,11 +28,11 @@ class Cost:
         shared_wavefronts: passes of shared memory (128 bytes each).
         global_wavefronts: passes of global accesses through L1: one for each 128-byte line that a warp
             instruction touches, so a warp whose threads walk down their own rows pays 32.
-        barriers: block barriers that the blocks go through.
         shared_bytes: dynamic shared memory of one block.
         threads: threads of one block.
         blocks: blocks of the launch.
         registers: expected registers a thread.
+        barriers: block barriers that the blocks go through; None where the algorithm does not count them.
     """
 
     fma: int
@@ -42,11 +42,11 @@ class Cost:
     scratch_bytes: int
     shared_wavefronts: int
     global_wavefronts: int
-    barriers: int
     shared_bytes: int
     threads: int
     blocks: int
     registers: int
+    barriers: int | None = None
 
     def occupancy(self, gpu: Gpu) -> float:
         """Resident threads over the most an SM can hold."""

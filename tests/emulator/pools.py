@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from invpool.abi import DIRECTIONS
-from invpool.algorithms import Choice, choose, find_algorithm
+from invpool.algorithms import ALGORITHMS, Choice, choose, find_algorithm
+from invpool.algorithms.three_pass import ThreePassPlan
 from invpool.check import make_inputs
 from invpool.gpu import KNOWN_GPUS
 from invpool.spec import PoolSpec
@@ -25,6 +26,11 @@ def random_choice(spec: PoolSpec, algorithm: str, seed: int = 0) -> Choice:
     draw = random.Random(f"{spec.slug} {algorithm} {seed}")
     found = find_algorithm(algorithm)
     return Choice(found, *(draw.choice(found.legal(spec, GPU, direction)) for direction in DIRECTIONS))
+
+
+def three_pass_family() -> list[str]:
+    """The algorithms whose plans have the knobs that some tests name."""
+    return sorted(name for name, algorithm in ALGORITHMS.items() if algorithm.plan_type is ThreePassPlan)
 
 
 def guarded(tensor: Tensor, shift: int = 0) -> Tensor:

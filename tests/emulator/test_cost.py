@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from emulator.pools import GPU, inputs
+from emulator.pools import GPU, inputs, three_pass_family
 from invpool.abi import DIRECTIONS, Direction, argument_names
-from invpool.algorithms import ALGORITHMS, Choice, best_plan, find_algorithm
+from invpool.algorithms import Choice, best_plan, find_algorithm
 from invpool.emulator import EmulatedKernel, Output
 from invpool.emulator.pool import EmulatedPool
 from invpool.layout import wavefronts
@@ -52,7 +52,7 @@ def measured(algorithm: str, spec: PoolSpec, knobs: dict | None, direction: Dire
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-@pytest.mark.parametrize("algorithm", sorted(ALGORITHMS))
+@pytest.mark.parametrize("algorithm", three_pass_family())
 @pytest.mark.parametrize(
     "case", [pytest.param(name, marks=[] if i < 2 else [pytest.mark.slow]) for i, name in enumerate(CASES)]
 )

@@ -103,11 +103,12 @@ def test_an_item_does_not_see_its_batch(algorithm: str) -> None:
         assert torch.equal(dx_alone[0], dx[i])
 
 
-def test_rows_of_the_attention_sum_to_one(algorithm: str) -> None:
+def test_what_forward_leaves_for_backward(algorithm: str) -> None:
     pool = pool_of(algorithm, 65, 6)
     x, _, _ = inputs(pool.spec, "large")
     state = pool.forward(x)
-    torch.testing.assert_close(state["attn"].sum(-1), torch.ones(3, 65), rtol=1e-6, atol=0)
+    if "attn" in state:
+        torch.testing.assert_close(state["attn"].sum(-1), torch.ones(3, 65), rtol=1e-6, atol=0)
     scores = x.double() @ x.double().mT / 6**0.5
     torch.testing.assert_close(state["lse"].double(), torch.logsumexp(scores, -1), rtol=1e-6, atol=1e-5)
 

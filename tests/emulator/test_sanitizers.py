@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from emulator.pools import GPU, guarded, inputs
+from emulator.pools import GPU, guarded, inputs, three_pass_family
 from invpool.abi import DIRECTIONS
-from invpool.algorithms import ALGORITHMS, Choice, find_algorithm
+from invpool.algorithms import Choice, find_algorithm
 from invpool.check import tolerance
 from invpool.emulator.pool import EmulatedPool
 from invpool.reference import composite_errors, norm_error, pool_ref
@@ -46,7 +46,7 @@ def _pool(algorithm: str, spec: PoolSpec, knobs: dict, build: str) -> EmulatedPo
 
 
 @pytest.mark.parametrize("build", ["address", "thread"])
-@pytest.mark.parametrize("algorithm", sorted(ALGORITHMS))
+@pytest.mark.parametrize("algorithm", three_pass_family())
 @pytest.mark.parametrize(
     "case",
     [pytest.param(name, marks=[] if name == "centred items" else [pytest.mark.slow]) for name in CASES],
