@@ -170,6 +170,35 @@ def test_output_refuses_what_is_not_ours(make_package: MakePackage, tmp_path: Pa
     check_output(folder, force=True)
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["__init__.py", "runtime.py", "three_pass_forward.sm_90.cubin", "three_pass_backward.cu", "notes.txt", "sub"],
+)
+def test_what_is_not_as_the_manifest_has_it_is_kept(make_package: MakePackage, tmp_path: Path, name: str) -> None:
+    folder = make_package(SPEC, tmp_path / "p")
+    (folder / "proof.json").write_text("{}")
+    (folder / "__pycache__").mkdir()
+    check_output(folder)
+    if name == "sub":
+        (folder / name).mkdir()
+    else:
+        (folder / name).write_text("mine")
+    with pytest.raises(OutputError, match=rf"edited by hand \({name}\); --force replaces it"):
+        check_output(folder)
+    check_output(folder, force=True)
+
+
+@pytest.mark.parametrize("lacking", ["schema", "generator", "slug", "kernels"])
+def test_a_manifest_of_somebody_else_is_not_ours(make_package: MakePackage, tmp_path: Path, lacking: str) -> None:
+    folder = make_package(SPEC, tmp_path / "p")
+    manifest = json.loads((folder / "manifest.json").read_text())
+    for other in ({key: value for key, value in manifest.items() if key != lacking}, manifest | {lacking: {}}):
+        (folder / "manifest.json").write_text(json.dumps(other))
+        assert read_manifest(folder) is None
+        with pytest.raises(OutputError, match="did not make"):
+            check_output(folder, force=True)
+
+
 def test_a_failed_proof_leaves_the_old_package(tmp_path: Path) -> None:
     folder = tmp_path / "p"
     with staged_package(folder, {"a": b"old"}):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -167,3 +168,21 @@ def test_clean_takes_packages_and_nothing_else(package: Path, tmp_path: Path) ->
     assert "removed build/h7_k5_f32_bhk" in invpool("clean", cwd=tmp_path).stdout
     assert sorted(path.name for path in build.iterdir()) == ["README.md", "notes"]
     assert "nothing to remove" in invpool("clean", cwd=tmp_path).stdout
+
+
+def test_clean_keeps_what_was_edited_or_is_not_ours(package: Path, tmp_path: Path) -> None:
+    build = tmp_path / "build"
+    for name in ("edited", "foreign", "old", "plain"):
+        shutil.copytree(package, build / name)
+    (build / "edited" / "__init__.py").write_text("# mine")
+    (build / "foreign" / "notes.txt").touch()
+    manifest = json.loads((package / "manifest.json").read_text())
+    (build / "old" / "manifest.json").write_text(json.dumps(manifest | {"schema": 0}))
+    (build / "other").mkdir()
+    (build / "other" / "manifest.json").write_text('{"slug": "s", "kernels": []}')
+    printed = invpool("clean", cwd=tmp_path).stdout
+    assert "kept build/edited: edited by hand (__init__.py)" in printed
+    assert "kept build/foreign: edited by hand (notes.txt)" in printed
+    assert "kept build/old: build/old/manifest.json has schema 0" in printed
+    assert "removed build/plain" in printed
+    assert sorted(path.name for path in build.iterdir()) == ["edited", "foreign", "old", "other"]

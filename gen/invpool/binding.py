@@ -23,7 +23,7 @@ from invpool._version import __version__
 from invpool.abi import Direction, argument_names
 from invpool.algorithms import Algorithm, Plan
 from invpool.cache import write_durably
-from invpool.compile import Compiled, Target
+from invpool.compile import Compiled, Resources, Target
 from invpool.errors import OutputError
 from invpool.render import entry_name, render_template
 from invpool.runtime import MANIFEST_SCHEMA
@@ -110,6 +110,7 @@ def package_files(
         "dtype": spec.dtype,
         "masked": spec.masked,
     }
+    binding = render_template("binding/__init__.py.j2", context).encode()
     manifest = {
         "schema": MANIFEST_SCHEMA,
         "generator": __version__,
@@ -120,12 +121,10 @@ def package_files(
         "state": list(states.pop()),
         "kernels": [_manifest_kernel(spec, kernel) for kernel in kernels],
         "table": [dataclasses.asdict(row) for row in table],
+        "binding": {"file": "__init__.py", "sha256": _sha256(binding)},
         "runtime": {"file": "runtime.py", "sha256": _sha256(runtime)},
     }
-    files = {
-        "__init__.py": render_template("binding/__init__.py.j2", context).encode(),
-        "runtime.py": runtime,
-    }
+    files = {"__init__.py": binding, "runtime.py": runtime}
     for kernel in kernels:
         files[f"{kernel.file_stem()}.cu"] = kernel.source.encode()
         for target, compiled in kernel.images:
@@ -143,23 +142,76 @@ def holds(folder: Path, files: dict[str, bytes]) -> bool:
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """The manifest of a generated package, or None if the folder does not hold one of ours."""
+    """The manifest of a generated package, of any schema, or None if the folder does not hold one of ours.
+
+    Raises:
+        OutputError: the folder cannot be read.
+    """
+    path = folder / _MANIFEST
     try:
-        manifest = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        manifest = json.loads(path.read_bytes())
+    except (FileNotFoundError, NotADirectoryError, ValueError):
         return None
-    return manifest if isinstance(manifest, dict) and "slug" in manifest and "kernels" in manifest else None
+    except OSError as error:
+        raise OutputError(f"{path} cannot be read: {error.strerror}; type the path of a package that can be") from error
+    ours = {"schema": int, "generator": str, "slug": str, "kernels": list}
+    if not isinstance(manifest, dict) or not all(isinstance(manifest.get(name), ours[name]) for name in ours):
+        return None
+    return manifest
 
 
-def _edited_files(folder: Path, manifest: dict[str, Any]) -> list[str]:
-    """Files of a package that no longer match its manifest: somebody's work that must not be lost."""
-    recorded = [kernel["source"] for kernel in manifest["kernels"]] + [manifest["runtime"]]
-    edited = []
-    for entry in recorded:
-        path = folder / entry["file"]
-        if path.is_file() and _sha256(path.read_bytes()) != entry["sha256"]:
-            edited.append(path.name)
-    return edited
+def require_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of a generated package of this schema, with every field that is read here or printed.
+
+    Raises:
+        OutputError: there is none, or it is damaged or of another schema; says what to type.
+    """
+    path, manifest = folder / _MANIFEST, read_manifest(folder)
+    if manifest is None:
+        raise OutputError(f"{folder} holds no generated package; make one with: invpool generate --out {folder}")
+    regenerate = f"{manifest.get('regenerate', 'invpool generate --H ... --K ...')} --out {folder} --force"
+    if manifest["schema"] != MANIFEST_SCHEMA:
+        raise OutputError(
+            f"{path} has schema {manifest['schema']}, this invpool reads {MANIFEST_SCHEMA}; "
+            f"regenerate with: {regenerate}"
+        )
+    try:
+        PoolSpec(**manifest["spec"])
+        _recorded_hashes(manifest)
+        texts = [manifest["planned_for"], manifest["regenerate"]]
+        for kernel in manifest["kernels"]:
+            launch = kernel["launch"]
+            texts += [kernel["direction"], kernel["algorithm"], *kernel["plan"].keys()]
+            texts += [image["target"] for image in kernel["images"]]
+            numbers = [launch["threads"], launch["shared_bytes"]]
+            for image in kernel["images"]:
+                numbers += dataclasses.astuple(Resources(**image["resources"])) if image["resources"] else ()
+            if not all(isinstance(number, int) for number in numbers):
+                raise TypeError(f"{numbers} are not all integers")
+        if not all(isinstance(text, str) for text in texts):
+            raise TypeError(f"{texts} are not all strings")
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise OutputError(f"{path} is damaged ({error!r}); regenerate with: {regenerate}") from error
+    return manifest
+
+
+def _recorded_hashes(manifest: dict[str, Any]) -> dict[str, str]:
+    """The sha256 of every file that a manifest names, by the file's name."""
+    entries = [manifest["binding"], manifest["runtime"]]
+    for kernel in manifest["kernels"]:
+        entries += [kernel["source"], *kernel["images"]]
+    return {str(entry["file"]): str(entry["sha256"]) for entry in entries}
+
+
+def edited_files(folder: Path, manifest: dict[str, Any]) -> list[str]:
+    """What lies in a package and is not as its manifest has it: somebody's work that must not be lost."""
+    recorded = _recorded_hashes(manifest)
+    return sorted(
+        path.name
+        for path in folder.iterdir()
+        if path.name not in (_MANIFEST, _PROOF, "__pycache__")
+        and not (path.is_file() and _sha256(path.read_bytes()) == recorded.get(path.name))
+    )
 
 
 def check_output(folder: Path, force: bool = False) -> None:
@@ -170,21 +222,22 @@ def check_output(folder: Path, force: bool = False) -> None:
     """
     if folder.name in ("", ".."):
         raise OutputError(f"{str(folder)!r} does not name a folder of its own; type one, such as --out build/pool")
-    if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
-        raise OutputError(f"{folder} is not a folder; choose another with --out")
-    if folder.is_dir() and any(folder.iterdir()):
-        manifest = read_manifest(folder)
-        if manifest is None:
-            raise OutputError(f"{folder} holds something that invpool did not make; choose another folder with --out")
-        edited = _edited_files(folder, manifest)
-        if edited and not force:
-            raise OutputError(f"{folder} was edited by hand ({', '.join(edited)}); --force replaces it")
     try:
+        if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
+            raise OutputError(f"{folder} is not a folder; choose another with --out")
+        if folder.is_dir() and any(folder.iterdir()):
+            if read_manifest(folder) is None:
+                raise OutputError(
+                    f"{folder} holds something that invpool did not make; choose another folder with --out"
+                )
+            edited = [] if force else edited_files(folder, require_manifest(folder))
+            if edited:
+                raise OutputError(f"{folder} was edited by hand ({', '.join(edited)}); --force replaces it")
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder.parent):
             pass
     except OSError as error:
-        raise OutputError(f"{folder.parent} cannot be written: {error.strerror}; choose another with --out") from error
+        raise OutputError(f"{folder} cannot be written: {error.strerror}; choose another with --out") from error
 
 
 def _staging_prefix(folder: Path) -> str:

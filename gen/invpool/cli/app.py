@@ -257,14 +257,25 @@ def clean(
     cache: Annotated[bool, typer.Option("--cache", help="Remove the cache of compiled kernels too.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
 ) -> None:
-    """Remove generated packages, and nothing else, from build/.
+    """Remove generated packages, and nothing else, from build/. One that was edited by hand is kept.
 
     Example: invpool clean --cache
     """
-    from invpool.binding import read_manifest
+    from invpool.binding import edited_files, read_manifest, require_manifest
     from invpool.cache import default_root
 
-    folders = [path] if read_manifest(path) else sorted(folder for folder in path.glob("*/") if read_manifest(folder))
+    packages = [path] if read_manifest(path) else sorted(folder for folder in path.glob("*/") if read_manifest(folder))
+    folders = []
+    for package in packages:
+        try:
+            edited = edited_files(package, require_manifest(package))
+            reason = f"edited by hand ({', '.join(edited)})" if edited else None
+        except OutputError as error:
+            reason = str(error)
+        if reason is None:
+            folders.append(package)
+        else:
+            _out.print(f"kept {escape(str(package))}: {escape(reason)}", soft_wrap=True)
     if cache:
         folders += [default_root() / name for name in ("kernels", "emulated") if (default_root() / name).is_dir()]
     for folder in folders:
