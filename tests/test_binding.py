@@ -4,6 +4,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 
 import invpool
 from helpers import run_python
-from invpool.binding import check_output, import_package, read_manifest, staged_package
+from invpool.binding import check_output, import_package, read_manifest, require_manifest, staged_package
 from invpool.errors import OutputError
 from invpool.runtime import LoadError, choose_image
 from invpool.spec import PoolSpec
@@ -147,6 +148,64 @@ def test_a_damaged_manifest_says_what_to_type(
         invpool.load(folder)
     assert type(caught.value).__name__ == LoadError.__name__
     assert isinstance(caught.value, RuntimeError)
+
+
+def test_threads_import_a_package_once_and_whole(make_package: MakePackage, tmp_path: Path) -> None:
+    folder = make_package(SPEC, tmp_path / "p")
+    init = folder / "__init__.py"
+    init.write_text(init.read_text().replace("from pathlib", "import time\n\ntime.sleep(0.3)\nfrom pathlib"))
+    with ThreadPoolExecutor(4) as pool:
+        ops = list(pool.map(lambda _: import_package(folder).op, range(4)))
+    assert len(set(map(id, ops))) == 1
+
+
+@pytest.mark.parametrize("name", ["__init__.py", "runtime.py"])
+def test_a_package_that_lacks_a_module_says_what_to_type(make_package: MakePackage, tmp_path: Path, name: str) -> None:
+    folder = make_package(SPEC, tmp_path / "p")
+    (folder / name).unlink()
+    with pytest.raises(OutputError, match=rf"lacks {name}; regenerate with: invpool generate --H 5 --K 3 .*--force"):
+        import_package(folder)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (
+            {"schema": 0, "planned_for": None},
+            r"has schema 0, this invpool reads \d+; regenerate with: invpool generate",
+        ),
+        ({"kernels": [{}]}, "is damaged .*regenerate with: invpool generate --H 5 --K 3 .*--force"),
+        ({"kernels": [3]}, "is damaged"),
+        ({"runtime": None}, "is damaged"),
+        ({"binding": {}}, "is damaged"),
+        ({"planned_for": 7}, "is damaged"),
+        ({"spec": {"H": 5}}, "is damaged"),
+    ],
+)
+def test_generating_onto_or_showing_a_damaged_package_says_what_to_type(
+    make_package: MakePackage, tmp_path: Path, damage: dict, message: str
+) -> None:
+    folder = make_package(SPEC, tmp_path / "p")
+    path = folder / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | damage))
+    for action in (check_output, require_manifest):
+        with pytest.raises(OutputError, match=message):
+            action(folder)
+    check_output(folder, force=True)
+
+
+def test_a_folder_that_cannot_be_read_is_one_line(
+    make_package: MakePackage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_package(SPEC, tmp_path / "p")
+
+    def unreadable(path: Path) -> bytes:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "read_bytes", unreadable)
+    for action in (check_output, require_manifest, import_package):
+        with pytest.raises(OutputError, match=r"manifest.json cannot be read: Permission denied"):
+            action(folder)
 
 
 def test_output_refuses_what_is_not_ours(make_package: MakePackage, tmp_path: Path) -> None:

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
 import hashlib
 import importlib.resources
 import importlib.util
 import json
+import os
 import shutil
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -31,6 +34,7 @@ from invpool.spec import PoolSpec
 
 _MANIFEST: Final = "manifest.json"
 _PROOF: Final = "proof.json"
+_import_lock: Final = threading.Lock()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,7 +173,7 @@ def require_manifest(folder: Path) -> dict[str, Any]:
     path, manifest = folder / _MANIFEST, read_manifest(folder)
     if manifest is None:
         raise OutputError(f"{folder} holds no generated package; make one with: invpool generate --out {folder}")
-    regenerate = f"{manifest.get('regenerate', 'invpool generate --H ... --K ...')} --out {folder} --force"
+    regenerate = _regenerate(folder, manifest)
     if manifest["schema"] != MANIFEST_SCHEMA:
         raise OutputError(
             f"{path} has schema {manifest['schema']}, this invpool reads {MANIFEST_SCHEMA}; "
@@ -193,6 +197,10 @@ def require_manifest(folder: Path) -> dict[str, Any]:
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise OutputError(f"{path} is damaged ({error!r}); regenerate with: {regenerate}") from error
     return manifest
+
+
+def _regenerate(folder: Path, manifest: dict[str, Any]) -> str:
+    return f"{manifest.get('regenerate', 'invpool generate --H ... --K ...')} --out {folder} --force"
 
 
 def _recorded_hashes(manifest: dict[str, Any]) -> dict[str, str]:
@@ -246,6 +254,28 @@ def _staging_prefix(folder: Path) -> str:
 
 
 @contextlib.contextmanager
+def output_lock(folder: Path) -> Iterator[None]:
+    """Keeps everybody else from making packages in the parent folder, which is what is locked: nothing is left there.
+
+    Raises:
+        OutputError: the parent folder cannot be locked.
+    """
+    parent = folder.resolve().parent
+    try:
+        descriptor = os.open(parent, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError as error:
+        raise OutputError(f"{parent} cannot be opened: {error.strerror}; choose another with --out") from error
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        except OSError as error:
+            raise OutputError(f"{parent} cannot be locked: {error.strerror}; choose another with --out") from error
+        yield
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
 def staged_package(folder: Path, files: dict[str, bytes]) -> Iterator[Path]:
     """Writes a package beside its place, yields it for proof, and moves it into place if the body succeeds.
 
@@ -283,34 +313,51 @@ def staged_package(folder: Path, files: dict[str, bytes]) -> Iterator[Path]:
 def write_proof(folder: Path, proof: dict[str, Any]) -> None:
     """Records the last proof beside the package; it is no part of the manifest's hash."""
     try:
-        write_durably(folder / _PROOF, (json.dumps(proof, indent=1) + "\n").encode())
+        write_durably(folder / _PROOF, (json.dumps(proof, indent=1, allow_nan=False) + "\n").encode())
     except OSError as error:
         raise OutputError(f"{folder / _PROOF} cannot be written: {error}") from error
 
 
+def read_proof(folder: Path) -> dict[str, Any] | None:
+    """The last proof, or None where there is none that can be read."""
+    try:
+        proof = json.loads((folder / _PROOF).read_bytes())
+        for part in ("kernels", "emulated", "closed_form"):
+            if proof[part] is not None:
+                proof[part]["device"], proof[part]["ok"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return proof if isinstance(proof, dict) else None
+
+
 def import_package(folder: Path) -> ModuleType:
-    """Imports a generated package from any folder under a name of its own, once a manifest.
+    """Imports a generated package from any folder under a name of its own, once a manifest, from any thread.
 
     Raises:
-        OutputError: the folder holds no generated package.
+        OutputError: the folder holds no whole generated package.
     """
     manifest = read_manifest(folder)
     if manifest is None:
         raise OutputError(f"{folder} holds no generated package; make one with: invpool generate --out {folder}")
+    missing = [name for name in ("__init__.py", "runtime.py") if not (folder / name).is_file()]
+    if missing:
+        raise OutputError(f"{folder} lacks {', '.join(missing)}; regenerate with: {_regenerate(folder, manifest)}")
     digest = _sha256(str(folder.resolve()).encode() + (folder / _MANIFEST).read_bytes())[:16]
     name = f"invpool_generated_{digest}"
-    if name in sys.modules:
-        return sys.modules[name]
-    location = importlib.util.spec_from_file_location(
-        name, folder / "__init__.py", submodule_search_locations=[str(folder)]
-    )
-    if location is None or location.loader is None:
-        raise OutputError(f"{folder / '__init__.py'} cannot be imported")
-    module = importlib.util.module_from_spec(location)
-    sys.modules[name] = module
-    try:
-        location.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module
+    # A module is in sys.modules before it is whole: whoever looks it up waits until it is.
+    with _import_lock:
+        if name in sys.modules:
+            return sys.modules[name]
+        location = importlib.util.spec_from_file_location(
+            name, folder / "__init__.py", submodule_search_locations=[str(folder)]
+        )
+        if location is None or location.loader is None:
+            raise OutputError(f"{folder / '__init__.py'} cannot be imported")
+        module = importlib.util.module_from_spec(location)
+        sys.modules[name] = module
+        try:
+            location.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[name]
+            raise
+        return module

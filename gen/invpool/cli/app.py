@@ -6,14 +6,14 @@ import logging
 import shutil
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, Optional
+from typing import TYPE_CHECKING, Annotated, NoReturn, Optional
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
 from invpool._version import __version__
-from invpool.errors import InvpoolError, OutputError
+from invpool.errors import OutputError
 
 if TYPE_CHECKING:
     from invpool.generate import On
@@ -199,24 +199,24 @@ def show(
 
     Example: invpool show build/h128_k32_f32_bhk --source forward
     """
-    import json as json_module
-
-    from invpool.binding import read_manifest
+    from invpool.binding import read_proof, require_manifest
     from invpool.cli import tables
 
-    manifest = read_manifest(path)
-    if manifest is None:
-        raise OutputError(f"{path} holds no generated package; make one with: invpool generate --out {path}")
+    manifest = require_manifest(path)
     if source is not None:
         files = {kernel["direction"]: kernel["source"]["file"] for kernel in manifest["kernels"]}
         if source not in files:
             _usage(ValueError(f"--source is {source!r}; legal: {', '.join(files)}"))
-        _out.out((path / files[source]).read_text(encoding="utf-8"), highlight=False)
+        try:
+            text = (path / files[source]).read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise OutputError(
+                f"{path / files[source]} cannot be read: {error}; "
+                f"regenerate with: {manifest['regenerate']} --out {path} --force"
+            ) from error
+        _out.out(text, highlight=False)
         return
-    try:
-        proof: dict[str, Any] | None = json_module.loads((path / "proof.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        proof = None
+    proof = read_proof(path)
     if json:
         tables.print_json(_out, {"manifest": manifest, "proof": proof})
     else:
@@ -294,13 +294,10 @@ def main() -> None:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s", stream=sys.stderr)
     try:
         app()
-    except (InvpoolError, RuntimeError) as error:
+    except (RuntimeError, OSError) as error:
         # Messages hold brackets (an extra, a path) that are no markup.
         _err.print(f"[red]error:[/] {escape(str(error))}", soft_wrap=True)
         sys.exit(1)
-    except KeyboardInterrupt:
-        _err.print("interrupted")
-        sys.exit(130)
 
 
 if __name__ == "__main__":
