@@ -1,7 +1,11 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +14,7 @@ import torch
 import invpool
 from helpers import fake_compiler
 from invpool import generate as generate_room
+from invpool.binding import output_lock
 from invpool.cache import KernelCache
 from invpool.check import Finding, Proof, prove, tolerance
 from invpool.errors import CheckError, CompileError, OutputError, PlanError
@@ -60,6 +65,44 @@ def test_again_is_the_same_package_left_in_place(tmp_path: Path, cache: KernelCa
     before.pop("proof.json"), after.pop("proof.json")
     assert before == after
     assert [path.name for path in tmp_path.iterdir() if path.name != "cache"] == ["p"]
+
+
+def test_one_output_is_made_by_one_process_at_a_time_whatever_its_cache(tmp_path: Path) -> None:
+    """The lock is taken here, so a process with a cache of its own must wait; it leaves no file behind."""
+    code = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from invpool.binding import output_lock\n"
+        "print('started', flush=True)\n"
+        "with output_lock(Path('p')):\n"
+        "    print('inside', flush=True)\n"
+    )
+    env = os.environ | {"INVPOOL_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": os.pathsep.join(sys.path)}
+    with output_lock(tmp_path / "p"):
+        other = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True)
+        assert other.stdout is not None
+        assert other.stdout.readline() == "started\n"
+        with pytest.raises(subprocess.TimeoutExpired):
+            other.wait(0.5)
+    assert other.communicate(timeout=60)[0] == "inside\n"
+    assert not list(tmp_path.iterdir())
+
+
+def test_generate_holds_the_lock_of_its_output(
+    tmp_path: Path, cache: KernelCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prove_package = generate_room.prove_package
+
+    def locked(folder: Path, on_gpu: bool) -> tuple[Proof | None, Proof]:
+        descriptor = os.open(tmp_path, os.O_RDONLY)
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.close(descriptor)
+        return prove_package(folder, on_gpu)
+
+    monkeypatch.setattr(generate_room, "prove_package", locked)
+    for _ in range(2):
+        generate(Request(SPEC, tmp_path / "p"), cache)
 
 
 def test_another_spec_in_the_same_folder_replaces_it(tmp_path: Path, cache: KernelCache) -> None:

@@ -17,11 +17,12 @@ from invpool.binding import (
     check_output,
     holds,
     import_package,
+    output_lock,
     package_files,
     staged_package,
     write_proof,
 )
-from invpool.cache import KernelCache, lock_for
+from invpool.cache import KernelCache
 from invpool.check import Proof, prove
 from invpool.compile import Target
 from invpool.emulator.build import find_gxx, gxx_version, has_gxx
@@ -186,7 +187,7 @@ def generate(
         _accept((kernel_proof, cpu_proof, emulated), request)
         return kernel_proof, cpu_proof, emulated
 
-    with lock_for(f"output {request.out.resolve()}"):
+    with output_lock(request.out):
         if holds(request.out, files):
             proofs = proved(request.out)
         else:
