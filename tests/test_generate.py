@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ import torch
 import invpool
 from helpers import fake_compiler
 from invpool import generate as generate_room
-from invpool.binding import output_lock
+from invpool.binding import import_package, output_lock
 from invpool.cache import KernelCache
 from invpool.check import Finding, Proof, prove, tolerance
 from invpool.errors import CheckError, CompileError, OutputError, PlanError
@@ -72,7 +73,7 @@ def test_one_output_is_made_by_one_process_at_a_time_whatever_its_cache(tmp_path
     code = (
         "import sys\n"
         "from pathlib import Path\n"
-        "from invpool.binding import output_lock\n"
+        "from invpool.binding import import_package, output_lock\n"
         "print('started', flush=True)\n"
         "with output_lock(Path('p')):\n"
         "    print('inside', flush=True)\n"
@@ -111,12 +112,47 @@ def test_another_spec_in_the_same_folder_replaces_it(tmp_path: Path, cache: Kern
     assert invpool.load(tmp_path / "p")(torch.zeros(1, 4, 3)).shape == (1, 4)
 
 
-def test_the_op_still_loads_after_it_moved_into_place(tmp_path: Path, cache: KernelCache) -> None:
+def test_the_op_still_loads_after_it_moved_into_place(
+    tmp_path: Path, cache: KernelCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The raw ops stay bound to the op that was proved, and it reads its code when a GPU first asks for it."""
+    staged = []
+
+    def capturing(folder: Path) -> ModuleType:
+        staged.append(import_package(folder))
+        return staged[-1]
+
+    monkeypatch.setattr(generate_room, "import_package", capturing)
     generate(Request(SPEC, tmp_path / "p"), cache)
+    assert {module.op.folder for module in staged} == {tmp_path / "p"}
+    assert staged[0].__name__ not in sys.modules
     op = invpool.load(tmp_path / "p")
     assert op.folder == tmp_path / "p"
     registered = getattr(torch.ops, op.namespace).forward
     assert registered(torch.ones(1, 5, 3), None, None)[0].shape == (1, 5)
+
+
+def test_plans_for_another_gpu_are_proved_on_this_one_only_if_legal_here(
+    tmp_path: Path, cache: KernelCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """H=800, K=64 fills the shared memory of an H200 with its plan, more than an L4 has."""
+    spec, asked = PoolSpec(800, 64), []
+
+    def not_run(folder: Path, on_gpu: bool) -> tuple[Proof | None, Proof]:
+        asked.append(on_gpu)
+        return None, Proof("cpu", (Finding("out normal", 0.0, 1.0, "float64"),))
+
+    monkeypatch.setattr(generate_room, "prove_package", not_run)
+    monkeypatch.setattr(generate_room, "has_gxx", lambda: False)
+    request = Request(spec, tmp_path / "p", known_gpu("h200"), algorithm="three_pass")
+    for present in ("l4", "h200"):
+        monkeypatch.setattr(generate_room, "present_gpu", lambda present=present: known_gpu(present))
+        result = generate(request, cache)
+        assert result.kernel_proof is None
+    assert asked == [False, True]
+    monkeypatch.setattr(generate_room, "present_gpu", lambda: known_gpu("l4"))
+    with pytest.raises(CheckError, match=r"the forward plan is not legal on l4: .*\(--on gpu\); use --on emulator"):
+        generate(dataclasses.replace(request, on="gpu"), cache)
 
 
 def test_a_wrong_kernel_is_not_put_in_place(
@@ -129,13 +165,38 @@ def test_a_wrong_kernel_is_not_put_in_place(
     assert [path.name for path in tmp_path.iterdir()] == ["cache"]
 
 
+def test_a_package_in_place_that_turns_out_wrong_stays_and_its_record_says_so(
+    tmp_path: Path, cache: KernelCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generate(Request(SPEC, tmp_path / "p"), cache)
+    monkeypatch.setattr(generate_room, "prove_package", lambda folder, on_gpu: (None, _wrong_proof()))
+    with pytest.raises(CheckError, match=r"is wrong on cpu; .*p already holds it and stays; its proof.json says so"):
+        generate(Request(SPEC, tmp_path / "p"), cache)
+    assert (tmp_path / "p" / "__init__.py").is_file()
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    proof = json.loads((tmp_path / "p" / "proof.json").read_text(), parse_constant=refuse)
+    assert proof["closed_form"]["ok"] is False
+    assert proof["closed_form"]["findings"][0]["error"] is None
+
+
+def test_numbers_that_json_lacks_become_null() -> None:
+    infinite = Proof("cpu", (Finding("gradcheck", float("inf"), float("nan"), "x"), Finding("out", 1.0, 2.0, "x")))
+    assert [(f["error"], f["tolerance"], f["ok"]) for f in infinite.as_dict()["findings"]] == [
+        (None, None, False),
+        (1.0, 2.0, True),
+    ]
+
+
 def _wrong_proof() -> Proof:
     return Proof("cpu", (Finding("out normal", float("nan"), 3e-7, "float64"),))
 
 
 def test_refusals_leave_nothing(tmp_path: Path, cache: KernelCache) -> None:
     with pytest.raises(PlanError):
-        generate(Request(PoolSpec(2000, 3), tmp_path / "p"), cache)
+        generate(Request(PoolSpec(2000, 3), tmp_path / "p", algorithm="three_pass"), cache)
     (tmp_path / "q").mkdir()
     (tmp_path / "q" / "mine").touch()
     with pytest.raises(OutputError, match="did not make"):

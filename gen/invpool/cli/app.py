@@ -165,11 +165,11 @@ def check(path: PackagePath, on: OnOption = None, json: JsonOption = False) -> N
     """
     from invpool.binding import write_proof
     from invpool.cli import tables
-    from invpool.generate import proof_record, prove_on_emulator, prove_package, proving_places
+    from invpool.generate import gpu_obstacle, proof_record, prove_on_emulator, prove_package, proving_places
 
     wanted = _on(on)
     with _err.status(f"checking {path}"):
-        on_gpu, on_emulator = proving_places(wanted)
+        on_gpu, on_emulator = proving_places(wanted, gpu_obstacle())
         kernels, closed_form = prove_package(path, on_gpu)
         emulated = prove_on_emulator(path, required=wanted is not None) if on_emulator else None
     record = proof_record(kernels, closed_form, emulated)
