@@ -11,6 +11,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import invpool
 from helpers import fake_compiler
@@ -18,7 +19,8 @@ from invpool import generate as generate_room
 from invpool.binding import import_package, output_lock
 from invpool.cache import KernelCache
 from invpool.check import Finding, Proof, prove, tolerance
-from invpool.errors import CheckError, CompileError, OutputError, PlanError
+from invpool.cli.app import app
+from invpool.errors import CheckError, CompileError, EmulationError, OutputError, PlanError
 from invpool.generate import Request, generate
 from invpool.gpu import DEFAULT_ARCHS, known_gpu
 from invpool.runtime import GeneratedOp
@@ -180,6 +182,45 @@ def test_a_package_in_place_that_turns_out_wrong_stays_and_its_record_says_so(
     proof = json.loads((tmp_path / "p" / "proof.json").read_text(), parse_constant=refuse)
     assert proof["closed_form"]["ok"] is False
     assert proof["closed_form"]["findings"][0]["error"] is None
+
+
+def test_a_proof_that_breaks_off_leaves_no_older_one(
+    tmp_path: Path, cache: KernelCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "p"
+
+    def breaking(*_: object, **__: object) -> None:
+        raise EmulationError("the block diverged")
+
+    for again in (
+        lambda: generate(Request(SPEC, folder), cache),
+        lambda: CliRunner().invoke(app, ["check", str(folder)], catch_exceptions=False),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(generate_room, "prove_on_emulator", lambda *_, **__: None)
+            generate(Request(SPEC, folder), cache)
+        assert (folder / "proof.json").is_file()
+        monkeypatch.setattr(generate_room, "prove_package", breaking)
+        with pytest.raises(EmulationError):
+            again()
+        assert not (folder / "proof.json").exists()
+        monkeypatch.undo()
+        monkeypatch.setattr(generate_room, "present_gpu", lambda: None)
+
+
+def test_the_op_of_a_relative_output_is_found_from_anywhere(
+    tmp_path: Path, cache: KernelCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    staged = []
+
+    def capturing(folder: Path) -> ModuleType:
+        staged.append(import_package(folder))
+        return staged[-1]
+
+    monkeypatch.setattr(generate_room, "import_package", capturing)
+    monkeypatch.chdir(tmp_path)
+    generate(Request(SPEC, Path("p")), cache)
+    assert staged[-1].op.folder == tmp_path / "p"
 
 
 def test_numbers_that_json_lacks_become_null() -> None:

@@ -157,7 +157,9 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
     except (FileNotFoundError, NotADirectoryError, ValueError):
         return None
     except OSError as error:
-        raise OutputError(f"{path} cannot be read: {error.strerror}; type the path of a package that can be") from error
+        raise OutputError(
+            f"{path} cannot be read: {error.strerror}; make it readable or choose another folder"
+        ) from error
     ours = {"schema": int, "generator": str, "slug": str, "kernels": list}
     if not isinstance(manifest, dict) or not all(isinstance(manifest.get(name), ours[name]) for name in ours):
         return None
@@ -316,6 +318,12 @@ def write_proof(folder: Path, proof: dict[str, Any]) -> None:
         write_durably(folder / _PROOF, (json.dumps(proof, indent=1, allow_nan=False) + "\n").encode())
     except OSError as error:
         raise OutputError(f"{folder / _PROOF} cannot be written: {error}") from error
+
+
+def remove_proof(folder: Path) -> None:
+    """Called before a package is proved again: a proof that breaks off must not leave an older one that says ok."""
+    with contextlib.suppress(OSError):
+        (folder / _PROOF).unlink()
 
 
 def read_proof(folder: Path) -> dict[str, Any] | None:

@@ -19,6 +19,7 @@ from invpool.binding import (
     import_package,
     output_lock,
     package_files,
+    remove_proof,
     staged_package,
     write_proof,
 )
@@ -201,6 +202,7 @@ def generate(
 
     with output_lock(request.out):
         if holds(request.out, files):
+            remove_proof(request.out)
             proofs = proved(request.out)
             write_proof(request.out, proof_record(*proofs))
             _accept(proofs, request.spec, f"{request.out} already holds it and stays; its proof.json says so")
@@ -210,7 +212,7 @@ def generate(
                 _accept(proofs, request.spec, f"nothing was put in {request.out}")
                 staged = import_package(staging)
             # The raw ops of this process are bound to the staged op: it has moved.
-            staged.op.folder = request.out
+            staged.op.folder = request.out.resolve()
             sys.modules.pop(staged.__name__, None)
             write_proof(request.out, proof_record(*proofs))
     return Generated(request, gpu, present, archs, choice, kernels, *proofs)

@@ -163,13 +163,15 @@ def check(path: PackagePath, on: OnOption = None, json: JsonOption = False) -> N
 
     Example: invpool check build/h128_k32_f32_bhk
     """
-    from invpool.binding import write_proof
+    from invpool.binding import remove_proof, require_manifest, write_proof
     from invpool.cli import tables
     from invpool.generate import gpu_obstacle, proof_record, prove_on_emulator, prove_package, proving_places
 
     wanted = _on(on)
     with _err.status(f"checking {path}"):
         on_gpu, on_emulator = proving_places(wanted, gpu_obstacle())
+        require_manifest(path)
+        remove_proof(path)
         kernels, closed_form = prove_package(path, on_gpu)
         emulated = prove_on_emulator(path, required=wanted is not None) if on_emulator else None
     record = proof_record(kernels, closed_form, emulated)
