@@ -22,9 +22,9 @@ from invpool.render import render_kernel
 from invpool.spec import PoolSpec
 
 
-def write_package(folder: Path, spec: PoolSpec, edit=lambda source: source) -> Path:
+def write_package(folder: Path, spec: PoolSpec, edit=lambda source: source, algorithm: str | None = None) -> Path:
     """A package without machine code: all that the emulator needs."""
-    choice = choose(spec, KNOWN_GPUS["h200"])
+    choice = choose(spec, KNOWN_GPUS["h200"], algorithm)
     kernels = [
         binding.BuiltKernel(choice.algorithm, plan, edit(render_kernel(choice.algorithm, spec, plan)), ())
         for plan in (choice.forward, choice.backward)
@@ -153,7 +153,10 @@ def test_the_commands_say_where_kernels_were_proved(tmp_path: Path) -> None:
 
 def test_a_wrong_kernel_fails_the_check(tmp_path: Path) -> None:
     folder = write_package(
-        tmp_path / "p", PoolSpec(5, 3), lambda s: s.replace("mean_weight += pull", "mean_weight = pull")
+        tmp_path / "p",
+        PoolSpec(5, 3),
+        lambda s: s.replace("mean_weight += pull", "mean_weight = pull"),
+        "three_pass",
     )
     run = CliRunner().invoke(app, ["check", str(folder), "--on", "emulator"])
     assert run.exit_code == 1
