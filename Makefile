@@ -52,16 +52,21 @@ $(VENV)/.ready-dev: $(VENV)/.ready
 	$(VENV)/bin/python -m pip install --quiet -e ".[dev]"
 	touch $@
 
+# $(call apt_install,what is missing,the packages that bring it)
+apt_install = { echo "$(1) is missing: apt-get install $(2)"; \
+  if [ $$(id -u) = 0 ]; then apt-get -qq update && apt-get -qq install -y --no-install-recommends $(2) >/dev/null; \
+  else echo "type: sudo apt-get install $(2)"; exit 1; fi; }
+
+# Debian's python3 makes no venv without a package of its own.
 $(VENV)/bin/python:
+	@$(PYTHON) -c "import ensurepip" 2>/dev/null || $(call apt_install,ensurepip,python3-venv)
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet --upgrade pip
 
 # nvcc preprocesses with g++.
 .PHONY: host-compiler
 host-compiler:
-	@command -v g++ >/dev/null || { echo "installing g++, which nvcc needs"; \
-	  if [ $$(id -u) = 0 ]; then apt-get -qq update && apt-get -qq install -y --no-install-recommends g++ libc6-dev >/dev/null; \
-	  else echo "g++ is missing: sudo apt-get install g++"; exit 1; fi; }
+	@command -v g++ >/dev/null || $(call apt_install,g++,g++ libc6-dev)
 
 clean:
 	rm -rf $(VENV) dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

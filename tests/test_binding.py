@@ -6,6 +6,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 
 import invpool
 from helpers import run_python
-from invpool.binding import check_output, import_package, read_manifest, staged_package
+from invpool.binding import check_output, import_package, read_manifest, require_manifest, staged_package
 from invpool.errors import OutputError
 from invpool.runtime import LoadError, choose_image
 from invpool.spec import PoolSpec
@@ -173,6 +174,64 @@ def test_a_damaged_manifest_says_what_to_type(
     assert isinstance(caught.value, RuntimeError)
 
 
+def test_threads_import_a_package_once_and_whole(make_package: MakePackage, tmp_path: Path) -> None:
+    folder = make_package(SPEC, tmp_path / "p")
+    init = folder / "__init__.py"
+    init.write_text(init.read_text().replace("from pathlib", "import time\n\ntime.sleep(0.3)\nfrom pathlib"))
+    with ThreadPoolExecutor(4) as pool:
+        ops = list(pool.map(lambda _: import_package(folder).op, range(4)))
+    assert len(set(map(id, ops))) == 1
+
+
+@pytest.mark.parametrize("name", ["__init__.py", "runtime.py"])
+def test_a_package_that_lacks_a_module_says_what_to_type(make_package: MakePackage, tmp_path: Path, name: str) -> None:
+    folder = make_package(SPEC, tmp_path / "p")
+    (folder / name).unlink()
+    with pytest.raises(OutputError, match=rf"lacks {name}; regenerate with: invpool generate --H 5 --K 3 .*--force"):
+        import_package(folder)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (
+            {"schema": 0, "planned_for": None},
+            r"has schema 0, this invpool reads \d+; regenerate with: invpool generate",
+        ),
+        ({"kernels": [{}]}, "is damaged .*regenerate with: invpool generate --H 5 --K 3 .*--force"),
+        ({"kernels": [3]}, "is damaged"),
+        ({"runtime": None}, "is damaged"),
+        ({"binding": {}}, "is damaged"),
+        ({"planned_for": 7}, "is damaged"),
+        ({"spec": {"H": 5}}, "is damaged"),
+    ],
+)
+def test_generating_onto_or_showing_a_damaged_package_says_what_to_type(
+    make_package: MakePackage, tmp_path: Path, damage: dict, message: str
+) -> None:
+    folder = make_package(SPEC, tmp_path / "p")
+    path = folder / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | damage))
+    for action in (check_output, require_manifest):
+        with pytest.raises(OutputError, match=message):
+            action(folder)
+    check_output(folder, force=True)
+
+
+def test_a_folder_that_cannot_be_read_is_one_line(
+    make_package: MakePackage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_package(SPEC, tmp_path / "p")
+
+    def unreadable(path: Path) -> bytes:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "read_bytes", unreadable)
+    for action in (check_output, require_manifest, import_package):
+        with pytest.raises(OutputError, match=r"manifest.json cannot be read: Permission denied"):
+            action(folder)
+
+
 def test_output_refuses_what_is_not_ours(make_package: MakePackage, tmp_path: Path) -> None:
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "thesis.txt").write_text("years of work")
@@ -194,6 +253,35 @@ def test_output_refuses_what_is_not_ours(make_package: MakePackage, tmp_path: Pa
     check_output(folder, force=True)
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["__init__.py", "runtime.py", "three_pass_forward.sm_90.cubin", "three_pass_backward.cu", "notes.txt", "sub"],
+)
+def test_what_is_not_as_the_manifest_has_it_is_kept(make_package: MakePackage, tmp_path: Path, name: str) -> None:
+    folder = make_package(SPEC, tmp_path / "p")
+    (folder / "proof.json").write_text("{}")
+    (folder / "__pycache__").mkdir()
+    check_output(folder)
+    if name == "sub":
+        (folder / name).mkdir()
+    else:
+        (folder / name).write_text("mine")
+    with pytest.raises(OutputError, match=rf"edited by hand \({name}\); --force replaces it"):
+        check_output(folder)
+    check_output(folder, force=True)
+
+
+@pytest.mark.parametrize("lacking", ["schema", "generator", "slug", "kernels"])
+def test_a_manifest_of_somebody_else_is_not_ours(make_package: MakePackage, tmp_path: Path, lacking: str) -> None:
+    folder = make_package(SPEC, tmp_path / "p")
+    manifest = json.loads((folder / "manifest.json").read_text())
+    for other in ({key: value for key, value in manifest.items() if key != lacking}, manifest | {lacking: {}}):
+        (folder / "manifest.json").write_text(json.dumps(other))
+        assert read_manifest(folder) is None
+        with pytest.raises(OutputError, match="did not make"):
+            check_output(folder, force=True)
+
+
 def test_a_failed_proof_leaves_the_old_package(tmp_path: Path) -> None:
     folder = tmp_path / "p"
     with staged_package(folder, {"a": b"old"}):
@@ -206,10 +294,64 @@ def test_a_failed_proof_leaves_the_old_package(tmp_path: Path) -> None:
 
 
 def test_what_a_killed_process_left_is_cleared(tmp_path: Path) -> None:
-    (tmp_path / ".p.killed").mkdir()
+    with staged_package(tmp_path / "p", {"a": b"1"}) as staging:
+        prefix = staging.parent.name.rpartition("-")[0]
+    (tmp_path / f"{prefix}-killed").mkdir()
     with staged_package(tmp_path / "p", {"a": b"1"}):
         pass
     assert [path.name for path in tmp_path.iterdir()] == ["p"]
+
+
+def test_hidden_siblings_are_left_alone(tmp_path: Path) -> None:
+    for sibling in (".emacs.d", ".emacs.", ".invpool-mine"):
+        (tmp_path / sibling).mkdir()
+    with staged_package(tmp_path / "emacs", {"a": b"1"}):
+        pass
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".emacs.", ".emacs.d", ".invpool-mine", "emacs"]
+
+
+def test_packages_whose_names_start_alike_are_staged_side_by_side(tmp_path: Path) -> None:
+    with staged_package(tmp_path / "p.q", {"a": b"1"}) as staging:
+        with staged_package(tmp_path / "p", {"a": b"2"}):
+            pass
+        assert (staging / "a").read_bytes() == b"1"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["p", "p.q"]
+
+
+@pytest.mark.parametrize("failure", [OSError("the disk went away"), KeyboardInterrupt()])
+def test_a_failed_move_puts_the_old_package_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: BaseException
+) -> None:
+    folder = tmp_path / "p"
+    with staged_package(folder, {"a": b"old"}):
+        pass
+    rename = Path.rename
+
+    def failing(path: Path, target: Path) -> Path:
+        if path.name == "new":
+            raise failure
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", failing)
+    with pytest.raises((OutputError, KeyboardInterrupt)), staged_package(folder, {"a": b"new"}):
+        pass
+    assert (folder / "a").read_bytes() == b"old"
+    assert [path.name for path in tmp_path.iterdir()] == ["p"]
+
+
+def test_a_relative_output_lands_where_it_was_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with staged_package(Path("p"), {"a": b"1"}):
+        os.chdir("elsewhere")
+    assert (tmp_path / "p" / "a").read_bytes() == b"1"
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "a/..", "/"])
+def test_an_output_without_a_name_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(OutputError, match=r"does not name a folder of its own; type one, such as --out build/pool"):
+        check_output(Path(name), force=True)
 
 
 @pytest.mark.parametrize(

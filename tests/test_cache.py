@@ -12,9 +12,13 @@ from pathlib import Path
 import pytest
 
 from invpool import cache as cache_room
-from invpool.cache import CACHE_VARIABLE, KernelCache, default_root
+from invpool.abi import DIRECTIONS, Direction
+from invpool.algorithms import find_algorithm
+from invpool.cache import CACHE_VARIABLE, KernelCache, default_root, lock_for
 from invpool.compile import Compiled, Resources, Target
 from invpool.errors import CompilerNotFoundError
+from invpool.render import entry_name, render_kernel
+from invpool.spec import PoolSpec
 
 SM90 = Target("sm_90")
 SOURCE = "// a source\n"
@@ -215,13 +219,21 @@ def test_a_read_only_root_serves_what_it_holds() -> None:
             path.chmod(0o755)
 
 
-def test_one_info_line_before_a_compile_and_none_for_a_hit(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    "spec", [PoolSpec(3, 3), PoolSpec(3, 3, layout="bkh", masked=True), PoolSpec(3, 3, precision="tf32")]
+)
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_one_info_line_before_a_compile_and_none_for_a_hit(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, spec: PoolSpec, direction: Direction
+) -> None:
+    algorithm = find_algorithm("three_pass")
+    source = render_kernel(algorithm, spec, next(algorithm.candidates(spec, direction)))
     compiler = CountingCompiler(tmp_path / "compiles")
     with caplog.at_level(logging.INFO, logger="invpool"):
         for _ in range(2):
-            KernelCache(tmp_path / "c", compiler).get("three_pass_forward_h3_k3_f32_bhk(\n", SM90)
+            KernelCache(tmp_path / "c", compiler).get(source, SM90)
     assert [record.getMessage() for record in caplog.records] == [
-        "compiling three_pass_forward_h3_k3_f32_bhk for sm_90"
+        f"compiling {entry_name(algorithm, spec, direction)} for sm_90"
     ]
 
 
@@ -239,4 +251,33 @@ def test_default_root(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         raise RuntimeError("Could not determine home directory.")
 
     monkeypatch.setattr(Path, "home", homeless)
-    assert default_root().name == f"invpool-{os.getuid()}"
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert default_root() == tmp_path / f"invpool-{os.getuid()}"
+
+
+@pytest.mark.parametrize("planted", ["readable by all", "a link", "a file", "of somebody else"])
+def test_a_planted_temporary_folder_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, planted: str) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    cache_room._fresh_folder.cache_clear()
+    ours = cache_room.private_folder()
+    assert ours.stat().st_mode & 0o777 == 0o700
+    assert cache_room.private_folder() == ours
+    if planted == "readable by all":
+        ours.chmod(0o755)
+    elif planted == "of somebody else":
+        if os.geteuid() != 0:
+            pytest.skip("only root can give a folder away")
+        os.chown(ours, 65534, 65534)
+    else:
+        ours.rmdir()
+        if planted == "a link":
+            (tmp_path / "bait").mkdir(mode=0o700)
+            ours.symlink_to("bait")
+        else:
+            ours.touch()
+    fresh = cache_room.private_folder()
+    assert fresh != ours
+    assert fresh.stat().st_mode & 0o777 == 0o700
+    (tmp_path / "root").touch()
+    assert Path(lock_for("x", tmp_path / "root").lock_file).is_relative_to(fresh)
+    cache_room._fresh_folder.cache_clear()

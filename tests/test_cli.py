@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from invpool.cli import app as app_room
 
 
 def invpool(*words: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
@@ -76,6 +79,34 @@ def test_show_prints_the_source(package: Path) -> None:
     assert "regenerate with: invpool generate --H 7 --K 5" in invpool("show", str(package), cwd=package.parent).stdout
 
 
+def test_a_package_with_parts_missing_gets_one_line(package: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "p"
+    shutil.copytree(package, copy)
+    (copy / "one_pass_forward.cu").unlink()
+    (copy / "runtime.py").unlink()
+    (copy / "proof.json").write_text('{"kernels": {}}')
+    for words, message in (
+        (("show", "p", "--source", "forward"), "one_pass_forward.cu cannot be read"),
+        (("check", "p"), "p lacks runtime.py; regenerate with: invpool generate --H 7 --K 5"),
+    ):
+        done = invpool(*words, cwd=tmp_path)
+        assert done.returncode == 1
+        assert done.stderr.startswith("error: ")
+        assert message in done.stderr
+    assert invpool("show", "p", cwd=tmp_path).returncode == 0
+
+
+def test_any_other_failure_of_the_system_gets_one_line(monkeypatch: pytest.MonkeyPatch, capsys: object) -> None:
+    def failing() -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(app_room, "app", failing)
+    with pytest.raises(SystemExit) as caught:
+        app_room.main()
+    assert caught.value.code == 1
+    assert "error: [Errno 28] No space left on device" in capsys.readouterr().err  # type: ignore[attr-defined]
+
+
 def test_explain_shows_what_made_recompute_slow(tmp_path: Path) -> None:
     done = invpool("explain", "--H", "128", "--K", "32", "--gpu", "h200", cwd=tmp_path)
     assert done.returncode == 0
@@ -106,6 +137,9 @@ def test_explain_shows_what_made_recompute_slow(tmp_path: Path) -> None:
         ),
         (("generate", "--H", "3", "--K", "3", "--out", "/proc/p"), 1, "cannot be written"),
         (("generate", "--H", "3", "--K", "3", "--out", "taken"), 1, "holds something that invpool did not make"),
+        (("generate", "--H", "3", "--K", "3", "--out", "n" * 300), 1, "File name too long; choose another with --out"),
+        (("generate", "--H", "3", "--K", "3", "--out", ".."), 1, "'..' does not name a folder of its own"),
+        (("show", "n" * 300), 1, "cannot be read: File name too long"),
         (("check", "nowhere"), 1, "holds no generated package; make one with: invpool generate --out nowhere"),
         (("show", "nowhere"), 1, "holds no generated package"),
         (("explain", "--H", "3", "--K", "3", "--batch", "0"), 2, "greater than or equal to 1"),
@@ -167,3 +201,21 @@ def test_clean_takes_packages_and_nothing_else(package: Path, tmp_path: Path) ->
     assert "removed build/h7_k5_f32_bhk" in invpool("clean", cwd=tmp_path).stdout
     assert sorted(path.name for path in build.iterdir()) == ["README.md", "notes"]
     assert "nothing to remove" in invpool("clean", cwd=tmp_path).stdout
+
+
+def test_clean_keeps_what_was_edited_or_is_not_ours(package: Path, tmp_path: Path) -> None:
+    build = tmp_path / "build"
+    for name in ("edited", "foreign", "old", "plain"):
+        shutil.copytree(package, build / name)
+    (build / "edited" / "__init__.py").write_text("# mine")
+    (build / "foreign" / "notes.txt").touch()
+    manifest = json.loads((package / "manifest.json").read_text())
+    (build / "old" / "manifest.json").write_text(json.dumps(manifest | {"schema": 0}))
+    (build / "other").mkdir()
+    (build / "other" / "manifest.json").write_text('{"slug": "s", "kernels": []}')
+    printed = invpool("clean", cwd=tmp_path).stdout
+    assert "kept build/edited: edited by hand (__init__.py)" in printed
+    assert "kept build/foreign: edited by hand (notes.txt)" in printed
+    assert "kept build/old: build/old/manifest.json has schema 0" in printed
+    assert "removed build/plain" in printed
+    assert sorted(path.name for path in build.iterdir()) == ["edited", "foreign", "old", "other"]

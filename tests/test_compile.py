@@ -107,6 +107,12 @@ def test_what_does_not_answer_like_nvcc(tmp_path: Path) -> None:
         nvcc_version(tmp_path / "absent")
 
 
+def test_an_nvcc_that_hangs_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compile_room, "_VERSION_TIMEOUT", 0.1)
+    with pytest.raises(CompilerNotFoundError, match=r"nvcc --version did not answer in 0 s; install one with"):
+        nvcc_version(_program(tmp_path / "nvcc", "exec sleep 20"))
+
+
 def test_a_compiler_error_comes_first_and_the_source_is_kept() -> None:
     source = TINY.replace("2 *", "2 * undeclared *")
     with pytest.raises(CompileError) as caught:

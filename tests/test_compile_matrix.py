@@ -28,7 +28,7 @@ def _compile(job: Job) -> str | None:
     algorithm, gpu = find_algorithm(name), known_gpu(gpu_name)
     plans = algorithm.legal(spec, gpu, direction)  # type: ignore[arg-type]
     if not plans:
-        return None
+        return f"{name} {spec.slug} {direction} {gpu_name}: no plan is legal"
     # A different plan for each job, walking through the whole space with a step prime to its size.
     plan = plans[pick * 37 % len(plans)]
     resources = compile_source(render_kernel(algorithm, spec, plan), Target(algorithm.arch_target(gpu.arch))).resources
@@ -43,17 +43,36 @@ def _compile(job: Job) -> str | None:
 
 
 def _jobs(shapes: tuple[tuple[int, int], ...]) -> list[Job]:
+    """A job for each combination, with a shape that has a legal plan there; none where no shape has one."""
+    jobs = []
     product = itertools.product(sorted(ALGORITHMS), DTYPES, LAYOUTS, DIRECTIONS, GPUS)
-    return [
-        (name, PoolSpec(*shapes[i % len(shapes)], dtype, layout, masked=i % 5 == 4), direction, gpu, i)  # type: ignore[arg-type]
-        for i, (name, dtype, layout, direction, gpu) in enumerate(product)
-    ]
+    for i, (name, dtype, layout, direction, gpu) in enumerate(product):
+        # As many shapes as GPUs: without the second term each GPU would always meet the same shape.
+        start = i + i // len(GPUS)
+        for step in range(len(shapes)):
+            shape = shapes[(start + step) % len(shapes)]
+            spec = PoolSpec(*shape, dtype, layout, masked=i % 5 == 4)  # type: ignore[arg-type]
+            if find_algorithm(name).legal(spec, known_gpu(gpu), direction):
+                jobs.append((name, spec, direction, gpu, i))
+                break
+    return jobs
 
 
 def _run(jobs: list[Job]) -> list[str]:
     workers = max(1, min(len(os.sched_getaffinity(0)), int(os.environ.get("MAX_JOBS", "2"))))
     with ProcessPoolExecutor(workers) as pool:
         return [fault for fault in pool.map(_compile, jobs) if fault]
+
+
+def test_every_combination_has_a_job_and_every_gpu_meets_every_shape() -> None:
+    jobs = _jobs(SHAPES)
+    assert len(jobs) == len(ALGORITHMS) * len(DTYPES) * len(LAYOUTS) * len(DIRECTIONS) * len(GPUS)
+    assert {(gpu, (spec.H, spec.K)) for _, spec, _, gpu, _ in jobs} == set(itertools.product(GPUS, SHAPES))
+
+
+def test_a_job_without_a_plan_is_a_fault() -> None:
+    fault = _compile(("three_pass", PoolSpec(2000, 16), "forward", "t4", 0))
+    assert fault == "three_pass h2000_k16_f32_bhk forward t4: no plan is legal"
 
 
 def test_every_combination_compiles_once() -> None:

@@ -1,18 +1,26 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import invpool
 from helpers import fake_compiler
 from invpool import generate as generate_room
+from invpool.binding import import_package, output_lock
 from invpool.cache import KernelCache
 from invpool.check import Finding, Proof, prove, tolerance
-from invpool.errors import CheckError, CompileError, OutputError, PlanError
+from invpool.cli.app import app
+from invpool.errors import CheckError, CompileError, EmulationError, OutputError, PlanError
 from invpool.generate import Request, generate
 from invpool.gpu import DEFAULT_ARCHS, known_gpu
 from invpool.runtime import GeneratedOp
@@ -62,18 +70,91 @@ def test_again_is_the_same_package_left_in_place(tmp_path: Path, cache: KernelCa
     assert [path.name for path in tmp_path.iterdir() if path.name != "cache"] == ["p"]
 
 
+def test_one_output_is_made_by_one_process_at_a_time_whatever_its_cache(tmp_path: Path) -> None:
+    """The lock is taken here, so a process with a cache of its own must wait; it leaves no file behind."""
+    code = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from invpool.binding import import_package, output_lock\n"
+        "print('started', flush=True)\n"
+        "with output_lock(Path('p')):\n"
+        "    print('inside', flush=True)\n"
+    )
+    env = os.environ | {"INVPOOL_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": os.pathsep.join(sys.path)}
+    with output_lock(tmp_path / "p"):
+        other = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True)
+        assert other.stdout is not None
+        assert other.stdout.readline() == "started\n"
+        with pytest.raises(subprocess.TimeoutExpired):
+            other.wait(0.5)
+    assert other.communicate(timeout=60)[0] == "inside\n"
+    assert not list(tmp_path.iterdir())
+
+
+def test_generate_holds_the_lock_of_its_output(
+    tmp_path: Path, cache: KernelCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prove_package = generate_room.prove_package
+
+    def locked(folder: Path, on_gpu: bool) -> tuple[Proof | None, Proof]:
+        descriptor = os.open(tmp_path, os.O_RDONLY)
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.close(descriptor)
+        return prove_package(folder, on_gpu)
+
+    monkeypatch.setattr(generate_room, "prove_package", locked)
+    for _ in range(2):
+        generate(Request(SPEC, tmp_path / "p"), cache)
+
+
 def test_another_spec_in_the_same_folder_replaces_it(tmp_path: Path, cache: KernelCache) -> None:
     generate(Request(SPEC, tmp_path / "p"), cache)
     generate(Request(PoolSpec(4, 3), tmp_path / "p"), cache)
     assert invpool.load(tmp_path / "p")(torch.zeros(1, 4, 3)).shape == (1, 4)
 
 
-def test_the_op_still_loads_after_it_moved_into_place(tmp_path: Path, cache: KernelCache) -> None:
+def test_the_op_still_loads_after_it_moved_into_place(
+    tmp_path: Path, cache: KernelCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The raw ops stay bound to the op that was proved, and it reads its code when a GPU first asks for it."""
+    staged = []
+
+    def capturing(folder: Path) -> ModuleType:
+        staged.append(import_package(folder))
+        return staged[-1]
+
+    monkeypatch.setattr(generate_room, "import_package", capturing)
     generate(Request(SPEC, tmp_path / "p"), cache)
+    assert {module.op.folder for module in staged} == {tmp_path / "p"}
+    assert staged[0].__name__ not in sys.modules
     op = invpool.load(tmp_path / "p")
     assert op.folder == tmp_path / "p"
     registered = getattr(torch.ops, op.namespace).forward
     assert registered(torch.ones(1, 5, 3), None, None)[0].shape == (1, 5)
+
+
+def test_plans_for_another_gpu_are_proved_on_this_one_only_if_legal_here(
+    tmp_path: Path, cache: KernelCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """H=800, K=64 fills the shared memory of an H200 with its plan, more than an L4 has."""
+    spec, asked = PoolSpec(800, 64), []
+
+    def not_run(folder: Path, on_gpu: bool) -> tuple[Proof | None, Proof]:
+        asked.append(on_gpu)
+        return None, Proof("cpu", (Finding("out normal", 0.0, 1.0, "float64"),))
+
+    monkeypatch.setattr(generate_room, "prove_package", not_run)
+    monkeypatch.setattr(generate_room, "has_gxx", lambda: False)
+    request = Request(spec, tmp_path / "p", known_gpu("h200"), algorithm="three_pass")
+    for present in ("l4", "h200"):
+        monkeypatch.setattr(generate_room, "present_gpu", lambda present=present: known_gpu(present))
+        result = generate(request, cache)
+        assert result.kernel_proof is None
+    assert asked == [False, True]
+    monkeypatch.setattr(generate_room, "present_gpu", lambda: known_gpu("l4"))
+    with pytest.raises(CheckError, match=r"the forward plan is not legal on l4: .*\(--on gpu\); use --on emulator"):
+        generate(dataclasses.replace(request, on="gpu"), cache)
 
 
 def test_a_wrong_kernel_is_not_put_in_place(
@@ -84,6 +165,70 @@ def test_a_wrong_kernel_is_not_put_in_place(
         generate(Request(SPEC, tmp_path / "p"), cache)
     assert not (tmp_path / "p").exists()
     assert [path.name for path in tmp_path.iterdir()] == ["cache"]
+
+
+def test_a_package_in_place_that_turns_out_wrong_stays_and_its_record_says_so(
+    tmp_path: Path, cache: KernelCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generate(Request(SPEC, tmp_path / "p"), cache)
+    monkeypatch.setattr(generate_room, "prove_package", lambda folder, on_gpu: (None, _wrong_proof()))
+    with pytest.raises(CheckError, match=r"is wrong on cpu; .*p already holds it and stays; its proof.json says so"):
+        generate(Request(SPEC, tmp_path / "p"), cache)
+    assert (tmp_path / "p" / "__init__.py").is_file()
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    proof = json.loads((tmp_path / "p" / "proof.json").read_text(), parse_constant=refuse)
+    assert proof["closed_form"]["ok"] is False
+    assert proof["closed_form"]["findings"][0]["error"] is None
+
+
+def test_a_proof_that_breaks_off_leaves_no_older_one(
+    tmp_path: Path, cache: KernelCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "p"
+
+    def breaking(*_: object, **__: object) -> None:
+        raise EmulationError("the block diverged")
+
+    for again in (
+        lambda: generate(Request(SPEC, folder), cache),
+        lambda: CliRunner().invoke(app, ["check", str(folder)], catch_exceptions=False),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(generate_room, "prove_on_emulator", lambda *_, **__: None)
+            generate(Request(SPEC, folder), cache)
+        assert (folder / "proof.json").is_file()
+        monkeypatch.setattr(generate_room, "prove_package", breaking)
+        with pytest.raises(EmulationError):
+            again()
+        assert not (folder / "proof.json").exists()
+        monkeypatch.undo()
+        monkeypatch.setattr(generate_room, "present_gpu", lambda: None)
+
+
+def test_the_op_of_a_relative_output_is_found_from_anywhere(
+    tmp_path: Path, cache: KernelCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    staged = []
+
+    def capturing(folder: Path) -> ModuleType:
+        staged.append(import_package(folder))
+        return staged[-1]
+
+    monkeypatch.setattr(generate_room, "import_package", capturing)
+    monkeypatch.chdir(tmp_path)
+    generate(Request(SPEC, Path("p")), cache)
+    assert staged[-1].op.folder == tmp_path / "p"
+
+
+def test_numbers_that_json_lacks_become_null() -> None:
+    infinite = Proof("cpu", (Finding("gradcheck", float("inf"), float("nan"), "x"), Finding("out", 1.0, 2.0, "x")))
+    assert [(f["error"], f["tolerance"], f["ok"]) for f in infinite.as_dict()["findings"]] == [
+        (None, None, False),
+        (1.0, 2.0, True),
+    ]
 
 
 def _wrong_proof() -> Proof:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from invpool.gpu import DEFAULT_ARCHS, DEFAULT_GPU, KNOWN_ARCHS, KNOWN_GPUS, check_arch, known_gpu
+from invpool.gpu import DEFAULT_ARCHS, DEFAULT_GPU, KNOWN_ARCHS, KNOWN_GPUS, check_arch, gpu_named, known_gpu
 
 
 def test_the_defaults_are_known() -> None:
@@ -37,3 +37,20 @@ def test_resident_blocks_by_each_limit() -> None:
     assert h200.blocks_per_sm(128, 100 * 1024, 32) == 2  # shared memory
     assert h200.blocks_per_sm(32, 0, 16) == 32  # blocks
     assert h200.blocks_per_sm(128, 227 * 1024, 32) == 1
+
+
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [
+        ("NVIDIA L40S", "l40s"),
+        ("NVIDIA L4", "l4"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA A10", "a10"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA GeForce RTX 5090", "rtx5090"),
+        ("Tesla V100", None),
+    ],
+)
+def test_a_device_is_the_gpu_of_the_longest_name(device: str, name: str | None) -> None:
+    found = gpu_named(device, KNOWN_GPUS.values())
+    assert (found and found.name) == name

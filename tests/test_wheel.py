@@ -24,6 +24,7 @@ def _run(*words: str | Path, cwd: Path, **env: str) -> str:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("hatchling", reason="hatchling, which builds the wheel, is not installed")
     out = tmp_path_factory.mktemp("dist")
     _run(sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", out, cwd=REPO)
     (built,) = out.glob("invpool-*.whl")
@@ -31,6 +32,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _venv(folder: Path) -> Path:
+    pytest.importorskip("ensurepip", reason="ensurepip, which puts pip in a venv, is not installed (python3-venv)")
     venv.create(folder, with_pip=True)
     return folder / "bin" / "python"
 

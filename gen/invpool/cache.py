@@ -11,12 +11,16 @@ What the emulator builds with g++ lies beside it, under ``<root>/emulated``, kep
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
 import logging
 import os
+import re
 import shutil
+import stat
 import tempfile
 import threading
 from collections.abc import Callable, Mapping
@@ -33,6 +37,8 @@ log = logging.getLogger("invpool")
 
 CACHE_VARIABLE: Final = "INVPOOL_CACHE_DIR"
 _SCHEMA: Final = 1
+# Templates put the name of the kernel at the start of the line after its extern "C".
+_ENTRY: Final = re.compile(r'^extern "C".*\n(\w+)\(', re.MULTILINE)
 
 
 def is_writable(folder: Path) -> bool:
@@ -56,7 +62,26 @@ def default_root() -> Path:
     try:
         return Path.home() / ".cache" / "invpool"
     except RuntimeError:  # no HOME and no passwd entry
-        return Path(tempfile.gettempdir(), f"invpool-{os.getuid()}")
+        return private_folder()
+
+
+def private_folder() -> Path:
+    """``invpool-<uid>`` under the folder of temporary files if it is ours alone, else a fresh one of this process.
+
+    Anybody could have made a folder of that name first.
+    """
+    folder = Path(tempfile.gettempdir(), f"invpool-{os.getuid()}")
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    status = folder.lstat()
+    if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and stat.S_IMODE(status.st_mode) == 0o700:
+        return folder
+    return _fresh_folder()
+
+
+@functools.lru_cache(maxsize=1)
+def _fresh_folder() -> Path:
+    return Path(tempfile.mkdtemp(prefix="invpool-"))
 
 
 class KernelCache:
@@ -125,10 +150,8 @@ class KernelCache:
         return compiled
 
     def _compile(self, source: str, target: Target) -> Compiled:
-        entry = next(
-            (line.split("(")[0] for line in source.splitlines() if "_bhk(" in line or "_bkh(" in line), "kernel"
-        )
-        log.info("compiling %s for %s", entry.strip(), target.name)
+        entry = _ENTRY.search(source)
+        log.info("compiling %s for %s", entry[1] if entry else "kernel", target.name)
         return self._compiler(source, target)
 
     @staticmethod
@@ -199,8 +222,8 @@ def lock_for(name: str, root: Path | None = None) -> filelock.BaseFileLock:
     root = root or default_root()
     locks = root / "locks"
     if not is_writable(locks):
-        locks = Path(tempfile.gettempdir(), f"invpool-{os.getuid()}", "locks")
-        locks.mkdir(parents=True, exist_ok=True)
+        locks = private_folder() / "locks"
+        locks.mkdir(exist_ok=True)
     return filelock.FileLock(locks / f"{hashlib.sha256(name.encode()).hexdigest()}.lock")
 
 

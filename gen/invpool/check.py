@@ -8,6 +8,7 @@ floor is 3e-7 (out) and 5e-7 (dx) for float32, 1e-12 for float64, scaled by eps 
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, Final
 
 import torch
@@ -61,11 +62,14 @@ class Proof:
         return max(chosen, key=lambda f: (f.error != f.error, f.error / f.tolerance))
 
     def as_dict(self) -> dict[str, Any]:
-        return {
-            "device": self.device,
-            "ok": self.ok,
-            "findings": [dataclasses.asdict(finding) | {"ok": finding.ok} for finding in self.findings],
-        }
+        """For JSON, which has no NaN or infinity: such a number becomes null."""
+        findings = []
+        for finding in self.findings:
+            fields = dataclasses.asdict(finding) | {"ok": finding.ok}
+            for name in ("error", "tolerance"):
+                fields[name] = fields[name] if math.isfinite(fields[name]) else None
+            findings.append(fields)
+        return {"device": self.device, "ok": self.ok, "findings": findings}
 
 
 def tolerance(spec: PoolSpec, what: str, composite_error: float) -> float:

@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import importlib.metadata
 import importlib.util
-import logging
 import os
 import re
 import shutil
@@ -18,13 +17,12 @@ from typing import Final
 
 from invpool.errors import CompileError, CompilerNotFoundError
 
-log = logging.getLogger("invpool")
-
 NVCC_VARIABLE: Final = "INVPOOL_NVCC"
 # Flags that change the code; ptxas -v only reports. No fast math: the sums are compensated on purpose.
 CODE_FLAGS: Final = ("-std=c++17", "-O3")
 _REPORT_FLAGS: Final = ("-Xptxas=-v",)
 _TIMEOUT: Final = 600.0
+_VERSION_TIMEOUT: Final = 60.0
 _HINT: Final = (
     "install one with: pip install 'invpool[nvcc]' (it also needs g++: apt-get install g++), "
     f"or set {NVCC_VARIABLE} or CUDA_HOME"
@@ -120,7 +118,10 @@ def nvcc_version(nvcc: Path) -> str:
         CompilerNotFoundError: the program does not answer like nvcc.
     """
     try:
-        text = subprocess.run([nvcc, "--version"], check=False, capture_output=True, text=True, timeout=60).stdout
+        argv = [str(nvcc), "--version"]
+        text = subprocess.run(argv, check=False, capture_output=True, text=True, timeout=_VERSION_TIMEOUT).stdout
+    except subprocess.TimeoutExpired as error:
+        raise CompilerNotFoundError(f"{nvcc} --version did not answer in {_VERSION_TIMEOUT:.0f} s; {_HINT}") from error
     except OSError as error:
         raise CompilerNotFoundError(f"{nvcc} cannot be run: {error}; {_HINT}") from error
     match = re.search(r"release [\d.]+, V([\d.]+)", text)

@@ -17,11 +17,13 @@ from invpool.binding import (
     check_output,
     holds,
     import_package,
+    output_lock,
     package_files,
+    remove_proof,
     staged_package,
     write_proof,
 )
-from invpool.cache import KernelCache, lock_for
+from invpool.cache import KernelCache
 from invpool.check import Proof, prove
 from invpool.compile import Target
 from invpool.emulator.build import find_gxx, gxx_version, has_gxx
@@ -44,7 +46,8 @@ ONS: Final[tuple[On, ...]] = get_args(On)
 class Request:
     """What is asked for. ``gpu`` None takes the present GPU, else the default; ``archs`` likewise.
 
-    ``on`` is where the kernels are proved: None takes the GPU if there is one, else the emulator if there is g++.
+    ``on`` is where the kernels are proved: None takes the GPU if there is one on which the plans are legal, else the
+    emulator if there is g++.
     """
 
     spec: PoolSpec
@@ -122,18 +125,30 @@ def prove_package(folder: Path, arch_is_here: bool) -> tuple[Proof | None, Proof
     return (prove(op, "cuda") if arch_is_here else None), prove(op, "cpu")
 
 
-def proving_places(on: On | None) -> tuple[bool, bool]:
-    """Whether kernels are to be proved on the GPU, and whether on the emulator.
+def gpu_obstacle(spec: PoolSpec | None = None, choice: Choice | None = None) -> str | None:
+    """Why kernels, those of a choice if one is given, cannot be run on a GPU here; None if they can."""
+    present = present_gpu()
+    if present is None:
+        return "there is none here"
+    if spec is not None and choice is not None:
+        for direction in DIRECTIONS:
+            reason = choice.algorithm.reject(spec, choice.plan(direction), present)
+            if reason is not None:
+                return f"the {direction} plan is not legal on {present.name}: {reason}"
+    return None
+
+
+def proving_places(on: On | None, obstacle: str | None) -> tuple[bool, bool]:
+    """Whether kernels are to be proved on the GPU, unless something stands against it, and whether on the emulator.
 
     Raises:
-        CheckError: the GPU is asked for and there is none.
+        CheckError: the GPU is asked for and cannot run them.
         CompilerNotFoundError: the emulator is asked for and there is no g++.
     """
-    gpu_here = present_gpu() is not None
     if on is None:
-        return gpu_here, not gpu_here and has_gxx()
-    if on != "emulator" and not gpu_here:
-        raise CheckError(f"kernels cannot be proved on a GPU: there is none here (--on {on}); use --on emulator")
+        return obstacle is None, obstacle is not None and has_gxx()
+    if on != "emulator" and obstacle is not None:
+        raise CheckError(f"kernels cannot be proved on a GPU: {obstacle} (--on {on}); use --on emulator")
     if on != "gpu":
         gxx_version(find_gxx())
     return on != "emulator", on != "gpu"
@@ -165,13 +180,13 @@ def generate(
 
     Raises:
         PlanError: no plan is legal. OutputError: the path cannot take it. CompileError: nvcc refused.
-        CheckError: a kernel gave wrong numbers here; it is not put in place. EmulationError: likewise, for what
-        CUDA forbids.
+        CheckError: a kernel gave wrong numbers here; it is not put in place, and one that lies there stays with a
+        record that says so. EmulationError: likewise, for what CUDA forbids.
     """
-    on_gpu, on_emulator = proving_places(request.on)
     gpu, present = planning_gpu(request.gpu)
     archs = _archs(request, gpu, present)
     choice = choose(request.spec, gpu, request.algorithm)
+    on_gpu, on_emulator = proving_places(request.on, gpu_obstacle(request.spec, choice))
     check_output(request.out, request.force)
     kernels = build_kernels(request.spec, choice, archs, cache or KernelCache(), progress)
     files = package_files(request.spec, gpu.name, kernels, (TableRow(0, 0, 1),))
@@ -183,20 +198,23 @@ def generate(
         if on_emulator:
             progress("checking against float64, on the emulator")
             emulated = prove_on_emulator(folder, required=request.on is not None)
-        _accept((kernel_proof, cpu_proof, emulated), request)
         return kernel_proof, cpu_proof, emulated
 
-    with lock_for(f"output {request.out.resolve()}"):
+    with output_lock(request.out):
         if holds(request.out, files):
+            remove_proof(request.out)
             proofs = proved(request.out)
+            write_proof(request.out, proof_record(*proofs))
+            _accept(proofs, request.spec, f"{request.out} already holds it and stays; its proof.json says so")
         else:
             with staged_package(request.out, files) as staging:
                 proofs = proved(staging)
+                _accept(proofs, request.spec, f"nothing was put in {request.out}")
                 staged = import_package(staging)
             # The raw ops of this process are bound to the staged op: it has moved.
-            staged.op.folder = request.out
+            staged.op.folder = request.out.resolve()
             sys.modules.pop(staged.__name__, None)
-        write_proof(request.out, proof_record(*proofs))
+            write_proof(request.out, proof_record(*proofs))
     return Generated(request, gpu, present, archs, choice, kernels, *proofs)
 
 
@@ -209,13 +227,10 @@ def proof_record(kernel_proof: Proof | None, cpu_proof: Proof, emulated_proof: P
     }
 
 
-def _accept(proofs: tuple[Proof | None, ...], request: Request) -> None:
+def _accept(proofs: tuple[Proof | None, ...], spec: PoolSpec, otherwise: str) -> None:
     for proof in proofs:
         if proof is None or proof.ok:
             continue
         wrong = [finding for finding in proof.findings if not finding.ok]
         lines = [f"{f.name}: error {f.error:.2e}, allowed {f.tolerance:.2e} against {f.against}" for f in wrong]
-        raise CheckError(
-            f"{request.spec.slug} is wrong on {proof.device}; nothing was put in {request.out}:\n  "
-            + "\n  ".join(lines)
-        )
+        raise CheckError(f"{spec.slug} is wrong on {proof.device}; {otherwise}:\n  " + "\n  ".join(lines))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Iterable
 from typing import Any, Final
 
 # Below this much shared memory a block needs no opt-in, on every architecture.
@@ -113,6 +114,12 @@ def check_arch(arch: str) -> str:
     return arch
 
 
+def gpu_named(name: str, gpus: Iterable[Gpu]) -> Gpu | None:
+    """The GPU that a device's own name holds the name of, the longest one: "NVIDIA L40S" holds l4 too."""
+    written = name.lower().replace(" ", "")
+    return max((gpu for gpu in gpus if gpu.name in written), key=lambda gpu: len(gpu.name), default=None)
+
+
 def present_gpu(index: int = 0) -> Gpu | None:
     """The GPU that torch sees on this machine, with limits read from the device; None without one."""
     import torch
@@ -124,8 +131,9 @@ def present_gpu(index: int = 0) -> Gpu | None:
     name = str(properties.name)
     # The rates cannot be read from a device: they come from the listed GPU that is most like it.
     same_arch = [gpu for gpu in KNOWN_GPUS.values() if gpu.arch == arch] or list(KNOWN_GPUS.values())
-    named = [gpu for gpu in same_arch if gpu.name in name.lower().replace(" ", "")]
-    like = named[0] if named else min(same_arch, key=lambda gpu: abs(gpu.sm_count - properties.multi_processor_count))
+    like = gpu_named(name, same_arch) or min(
+        same_arch, key=lambda gpu: abs(gpu.sm_count - properties.multi_processor_count)
+    )
     return dataclasses.replace(
         like,
         name=name,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib.resources
 import os
 import re
@@ -155,8 +154,3 @@ def render_kernel(algorithm: Algorithm[Any], spec: PoolSpec, plan: Plan) -> str:
     text = render_template(template_name(algorithm, plan.direction), kernel_context(algorithm, spec, plan))
     # Blocks that render to nothing leave runs of blank lines behind.
     return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
-
-
-def source_digest(text: str) -> str:
-    """sha256 of a source, in hex."""
-    return hashlib.sha256(text.encode()).hexdigest()

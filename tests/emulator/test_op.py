@@ -22,9 +22,9 @@ from invpool.render import render_kernel
 from invpool.spec import PoolSpec
 
 
-def write_package(folder: Path, spec: PoolSpec, edit=lambda source: source) -> Path:
+def write_package(folder: Path, spec: PoolSpec, edit=lambda source: source, algorithm: str | None = None) -> Path:
     """A package without machine code: all that the emulator needs."""
-    choice = choose(spec, KNOWN_GPUS["h200"])
+    choice = choose(spec, KNOWN_GPUS["h200"], algorithm)
     kernels = [
         binding.BuiltKernel(choice.algorithm, plan, edit(render_kernel(choice.algorithm, spec, plan)), ())
         for plan in (choice.forward, choice.backward)
@@ -95,19 +95,21 @@ def test_two_ops_of_one_manifest_keep_apart(tmp_path: Path) -> None:
 
 def test_where_kernels_are_proved(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generate, "present_gpu", lambda: None)
-    assert generate.proving_places(None) == (False, True)
-    assert generate.proving_places("emulator") == (False, True)
+    none = generate.gpu_obstacle()
+    assert generate.proving_places(None, none) == (False, True)
+    assert generate.proving_places("emulator", none) == (False, True)
     for on in ("gpu", "both"):
         with pytest.raises(CheckError, match=f"there is none here \\(--on {on}\\); use --on emulator"):
-            generate.proving_places(on)
+            generate.proving_places(on, none)
     monkeypatch.setattr(generate, "present_gpu", lambda: KNOWN_GPUS["h200"])
-    assert generate.proving_places(None) == (True, False)
-    assert generate.proving_places("both") == (True, True)
-    assert generate.proving_places("emulator") == (False, True)
+    assert generate.gpu_obstacle() is None
+    assert generate.proving_places(None, None) == (True, False)
+    assert generate.proving_places("both", None) == (True, True)
+    assert generate.proving_places("emulator", None) == (False, True)
     monkeypatch.setenv("INVPOOL_GXX", "/nowhere/g++")
-    assert generate.proving_places(None) == (True, False)
+    assert generate.proving_places(None, None) == (True, False)
     with pytest.raises(CompilerNotFoundError, match=r"not an executable file"):
-        generate.proving_places("both")
+        generate.proving_places("both", None)
 
 
 def test_no_header_for_16_bits_is_no_failure_unless_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,7 +153,10 @@ def test_the_commands_say_where_kernels_were_proved(tmp_path: Path) -> None:
 
 def test_a_wrong_kernel_fails_the_check(tmp_path: Path) -> None:
     folder = write_package(
-        tmp_path / "p", PoolSpec(5, 3), lambda s: s.replace("mean_weight += pull", "mean_weight = pull")
+        tmp_path / "p",
+        PoolSpec(5, 3),
+        lambda s: s.replace("mean_weight += pull", "mean_weight = pull"),
+        "three_pass",
     )
     run = CliRunner().invoke(app, ["check", str(folder), "--on", "emulator"])
     assert run.exit_code == 1

@@ -6,14 +6,14 @@ import logging
 import shutil
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, Optional
+from typing import TYPE_CHECKING, Annotated, NoReturn, Optional
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
 from invpool._version import __version__
-from invpool.errors import InvpoolError, OutputError
+from invpool.errors import OutputError
 
 if TYPE_CHECKING:
     from invpool.generate import On
@@ -163,13 +163,15 @@ def check(path: PackagePath, on: OnOption = None, json: JsonOption = False) -> N
 
     Example: invpool check build/h128_k32_f32_bhk
     """
-    from invpool.binding import write_proof
+    from invpool.binding import remove_proof, require_manifest, write_proof
     from invpool.cli import tables
-    from invpool.generate import proof_record, prove_on_emulator, prove_package, proving_places
+    from invpool.generate import gpu_obstacle, proof_record, prove_on_emulator, prove_package, proving_places
 
     wanted = _on(on)
     with _err.status(f"checking {path}"):
-        on_gpu, on_emulator = proving_places(wanted)
+        on_gpu, on_emulator = proving_places(wanted, gpu_obstacle())
+        require_manifest(path)
+        remove_proof(path)
         kernels, closed_form = prove_package(path, on_gpu)
         emulated = prove_on_emulator(path, required=wanted is not None) if on_emulator else None
     record = proof_record(kernels, closed_form, emulated)
@@ -199,24 +201,24 @@ def show(
 
     Example: invpool show build/h128_k32_f32_bhk --source forward
     """
-    import json as json_module
-
-    from invpool.binding import read_manifest
+    from invpool.binding import read_proof, require_manifest
     from invpool.cli import tables
 
-    manifest = read_manifest(path)
-    if manifest is None:
-        raise OutputError(f"{path} holds no generated package; make one with: invpool generate --out {path}")
+    manifest = require_manifest(path)
     if source is not None:
         files = {kernel["direction"]: kernel["source"]["file"] for kernel in manifest["kernels"]}
         if source not in files:
             _usage(ValueError(f"--source is {source!r}; legal: {', '.join(files)}"))
-        _out.out((path / files[source]).read_text(encoding="utf-8"), highlight=False)
+        try:
+            text = (path / files[source]).read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise OutputError(
+                f"{path / files[source]} cannot be read: {error}; "
+                f"regenerate with: {manifest['regenerate']} --out {path} --force"
+            ) from error
+        _out.out(text, highlight=False)
         return
-    try:
-        proof: dict[str, Any] | None = json_module.loads((path / "proof.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        proof = None
+    proof = read_proof(path)
     if json:
         tables.print_json(_out, {"manifest": manifest, "proof": proof})
     else:
@@ -257,14 +259,25 @@ def clean(
     cache: Annotated[bool, typer.Option("--cache", help="Remove the cache of compiled kernels too.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
 ) -> None:
-    """Remove generated packages, and nothing else, from build/.
+    """Remove generated packages, and nothing else, from build/. One that was edited by hand is kept.
 
     Example: invpool clean --cache
     """
-    from invpool.binding import read_manifest
+    from invpool.binding import edited_files, read_manifest, require_manifest
     from invpool.cache import default_root
 
-    folders = [path] if read_manifest(path) else sorted(folder for folder in path.glob("*/") if read_manifest(folder))
+    packages = [path] if read_manifest(path) else sorted(folder for folder in path.glob("*/") if read_manifest(folder))
+    folders = []
+    for package in packages:
+        try:
+            edited = edited_files(package, require_manifest(package))
+            reason = f"edited by hand ({', '.join(edited)})" if edited else None
+        except OutputError as error:
+            reason = str(error)
+        if reason is None:
+            folders.append(package)
+        else:
+            _out.print(f"kept {escape(str(package))}: {escape(reason)}", soft_wrap=True)
     if cache:
         folders += [default_root() / name for name in ("kernels", "emulated") if (default_root() / name).is_dir()]
     for folder in folders:
@@ -283,13 +296,10 @@ def main() -> None:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s", stream=sys.stderr)
     try:
         app()
-    except (InvpoolError, RuntimeError) as error:
+    except (RuntimeError, OSError) as error:
         # Messages hold brackets (an extra, a path) that are no markup.
         _err.print(f"[red]error:[/] {escape(str(error))}", soft_wrap=True)
         sys.exit(1)
-    except KeyboardInterrupt:
-        _err.print("interrupted")
-        sys.exit(130)
 
 
 if __name__ == "__main__":

@@ -21,11 +21,11 @@ from invpool.spec import PoolSpec
 
 NOT_RUN = "compiled, not run"
 _P = TypeVar("_P", Proof, dict[str, Any])
-_NOWHERE = "there is no GPU here, and no g++ for the emulator"
+_NOWHERE = "there is no GPU here that can run them, and no g++ for the emulator"
 
 
 def print_json(console: Console, data: Any) -> None:
-    console.out(json.dumps(data, indent=1), highlight=False)
+    console.out(json.dumps(data, indent=1, allow_nan=False), highlight=False)
 
 
 def _table(title: str, *columns: str, left: tuple[str, ...] = ()) -> Table:
