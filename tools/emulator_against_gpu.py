@@ -30,7 +30,7 @@ SHAPES = ((128, 32), (33, 72), (7, 20), (65, 136))
 
 
 def ulps(a: Tensor, b: Tensor) -> float:
-    """The largest |a - b| in units of the last place, of the larger value or of the tensor's size, whichever is more."""
+    """The largest |a - b| in units of the last place, of the larger value or of the tensor's size if that is more."""
     eps = torch.finfo(a.dtype).eps
     a, b = a.double(), b.double()
     size = torch.maximum(torch.maximum(a.abs(), b.abs()), a.square().mean().sqrt())
@@ -76,7 +76,8 @@ def main() -> None:
                     row = rows[-1]
                     print(
                         f"{row['kernel']:<42} {kind:<8} {row['ulps']:7.2f} ulp"
-                        f"  {100 * row['bitwise_equal']:5.1f} % equal  error {row['emulator_error']:.1e} / {row['gpu_error']:.1e}"
+                        f"  {100 * row['bitwise_equal']:5.1f} % equal"
+                        f"  error {row['emulator_error']:.1e} / {row['gpu_error']:.1e}"
                     )
     worst = max(row["ulps"] for row in rows)
     print(f"worst {worst:.2f} ulp over {len(rows)} comparisons")
