@@ -376,6 +376,8 @@ one_pass_backward_h128_k32_f32_bhk(
       column_low[thread] = seen ? lse_low[item_row + j] : Scalar(0);
     }
     __syncthreads();
+    // Sums over many columns lose digits: each tile's are put away by themselves.
+    Scalar pulled_part[kThreadRows] = {}, column_part[kThreadRows] = {};
 #pragma unroll
     for (int c = 0; c < kThreadColumns; ++c) {
       const int j = column0 + c;
@@ -387,17 +389,23 @@ one_pass_backward_h128_k32_f32_bhk(
         const Scalar row_weight = exp2(fma(-high[r], log2e(), row_exponent) - low[r]);
         const Scalar column_weight = exp2(fma(-column_lse[j], log2e(), column_exponent) - column_low[j]);
         const Scalar pull = column_g[j] * column_weight;
-        const Scalar column_part = pull * (mean[r] - column_out[j]);
-        pulled[r] += pull;
-        column_sum[r] += column_part;
-        gradients[j * (kRows + kPad) + row0 + r] = fma(g_own[r] * row_weight, column_mean[j] - pooled[r], column_part);
+        const Scalar from_column = pull * (mean[r] - column_out[j]);
+        pulled_part[r] += pull;
+        column_part[r] += from_column;
+        gradients[j * (kRows + kPad) + row0 + r] = fma(g_own[r] * row_weight, column_mean[j] - pooled[r], from_column);
       }
+    }
+#pragma unroll
+    for (int r = 0; r < kThreadRows; ++r) {
+      pulled[r] += pulled_part[r];
+      column_sum[r] += column_part[r];
     }
     __syncthreads();
     if (kChunks > 1) {
       load_tile<kColumns>(item, first, first_step, column_tile, thread);
       __syncthreads();
     }
+    Scalar gathered_part[kThreadRows][kThreadSteps] = {};
 #pragma unroll 2
     for (int j = 0; j < kColumns; ++j) {
       Scalar weight[kThreadRows];
@@ -407,8 +415,13 @@ one_pass_backward_h128_k32_f32_bhk(
       for (int q = 0; q < kThreadSteps; ++q) {
         const Scalar value = column_tile[(across + q * kThreadsAcross) * (kColumns + kPad) + j];
 #pragma unroll
-        for (int r = 0; r < kThreadRows; ++r) gathered[r][q] += weight[r] * value;
+        for (int r = 0; r < kThreadRows; ++r) gathered_part[r][q] += weight[r] * value;
       }
+    }
+#pragma unroll
+    for (int q = 0; q < kThreadSteps; ++q) {
+#pragma unroll
+      for (int r = 0; r < kThreadRows; ++r) gathered[r][q] += gathered_part[r][q];
     }
   }
 

@@ -182,20 +182,33 @@ __device__ inline Centre stage_item(
   return centre;
 }
 
-// Calls body(first variate, count) over all variates: kColumns at a time, the rest one by one.
+// Calls body(first variate, count) over all variates: kColumns at a time, the rest one by one; and flush() after every
+// kFlush of them and at the end, where sums over many variates are put away before they lose digits.
+constexpr int kFlush = 64;
+static_assert(kFlush % kColumns == 0, "a flush falls between two groups");
+
 template <int N>
 struct Count {
   static constexpr int value = N;
 };
 
-template <class Body>
-__device__ void sweep_variates(Body&& body) {
+template <class Body, class Flush>
+__device__ void sweep_variates(Body&& body, Flush&& flush) {
   int j = 0;
   // The bodies are unrolled over steps already; unrolling over variates too takes nvcc half a minute.
 #pragma unroll 1
-  for (; j + kColumns <= kH; j += kColumns) body(j, Count<kColumns>{});
+  for (; j + kColumns <= kH; j += kColumns) {
+    body(j, Count<kColumns>{});
+    if ((j + kColumns) % kFlush == 0) flush();
+  }
 #pragma unroll 1
   for (; j < kH; ++j) body(j, Count<1>{});
+  flush();
+}
+
+template <class Body>
+__device__ void sweep_variates(Body&& body) {
+  sweep_variates(body, [] {});
 }
 
 // ---- gradient.cuh: accumulator[k] += sum over a group of variates of weight[t] * x[j + t, k] ----
@@ -250,9 +263,22 @@ __device__ inline Scalar pooled_as_staged(const RowContext& row) {
 // One tile of STEPS steps of dx, from step k0 on. Every thread of the block must call it: it holds barriers.
 template <int STEPS>
 __device__ void gradient_tile(const RowContext& row, int k0) {
-  Scalar accumulator[STEPS] = {};
-  Scalar mean_weight = 0;  // sum_h g[h] a[h,i]
+  Scalar gathered[STEPS] = {};  // sum_j (dS[i,j] + dS[j,i]) x[j] as staged
+  Scalar pulled = 0;  // sum_h g[h] a[h,i]
   Scalar column_sum = 0;  // sum_h dS[h,i]
+  // The same sums over the variates since the last flush.
+  Scalar accumulator[STEPS] = {};
+  Scalar pulled_part = 0, column_part = 0;
+  const auto flush = [&] {
+#pragma unroll
+    for (int k = 0; k < STEPS; ++k) {
+      gathered[k] += accumulator[k];
+      accumulator[k] = 0;
+    }
+    pulled += pulled_part;
+    column_sum += column_part;
+    pulled_part = column_part = 0;
+  };
 
   if (k0 > 0) {
     // The tile before has left out there.
@@ -276,7 +302,7 @@ __device__ void gradient_tile(const RowContext& row, int k0) {
         }
       }
       add_columns<STEPS, N>(weight, row.staged, j, k0, accumulator);
-    });
+    }, flush);
   }
   __syncthreads();
   if (row.active) row.mean_or_out[row.i] = row.out;
@@ -289,17 +315,17 @@ __device__ void gradient_tile(const RowContext& row, int k0) {
 #pragma unroll
       for (int t = 0; t < N; ++t) {
         const Scalar pull = row.g[j + t] * row.attn[(j + t) * kH + row.i];
-        mean_weight += pull;
+        pulled_part += pull;
         weight[t] = pull * (row.mean - row.mean_or_out[j + t]);
-        column_sum += weight[t];
+        column_part += weight[t];
       }
       add_columns<STEPS, N>(weight, row.staged, j, k0, accumulator);
-    });
+    }, flush);
 #pragma unroll
     for (int k = 0; k < STEPS; ++k) {
       // Rows of dS sum to zero, columns do not: the centre comes back with phase 2 alone.
-      const Scalar along = accumulator[k] + column_sum * row.centre.at(k0 + k);
-      row.dx[(k0 + k) * kInputK] = from_scalar<Element>(row.factor * along + mean_weight / Scalar(kK));
+      const Scalar along = gathered[k] + column_sum * row.centre.at(k0 + k);
+      row.dx[(k0 + k) * kInputK] = from_scalar<Element>(row.factor * along + pulled / Scalar(kK));
     }
   }
 }

@@ -180,20 +180,33 @@ __device__ inline Centre stage_item(
   return centre;
 }
 
-// Calls body(first variate, count) over all variates: kColumns at a time, the rest one by one.
+// Calls body(first variate, count) over all variates: kColumns at a time, the rest one by one; and flush() after every
+// kFlush of them and at the end, where sums over many variates are put away before they lose digits.
+constexpr int kFlush = 64;
+static_assert(kFlush % kColumns == 0, "a flush falls between two groups");
+
 template <int N>
 struct Count {
   static constexpr int value = N;
 };
 
-template <class Body>
-__device__ void sweep_variates(Body&& body) {
+template <class Body, class Flush>
+__device__ void sweep_variates(Body&& body, Flush&& flush) {
   int j = 0;
   // The bodies are unrolled over steps already; unrolling over variates too takes nvcc half a minute.
 #pragma unroll 1
-  for (; j + kColumns <= kH; j += kColumns) body(j, Count<kColumns>{});
+  for (; j + kColumns <= kH; j += kColumns) {
+    body(j, Count<kColumns>{});
+    if ((j + kColumns) % kFlush == 0) flush();
+  }
 #pragma unroll 1
   for (; j < kH; ++j) body(j, Count<1>{});
+  flush();
+}
+
+template <class Body>
+__device__ void sweep_variates(Body&& body) {
+  sweep_variates(body, [] {});
 }
 
 // ---- scores.cuh: <x_h, x_j> for a group of variates j ----

@@ -249,7 +249,7 @@ PLANS = [
 @pytest.mark.parametrize(("algorithm", "knobs"), PLANS, ids=str)
 def test_plans_off_the_default_path(tmp_path: Path, algorithm: str, knobs: dict[str, object], dtype: str) -> None:
     """Orders, tiles and tails that the default plans never take: a wrong stride there would pass everything else."""
-    spec, gpu = PoolSpec(33, 36, dtype), present_gpu()  # type: ignore[arg-type]
+    spec, gpu = PoolSpec(33, 40, dtype), present_gpu()  # type: ignore[arg-type]
     assert gpu is not None
     found = find_algorithm(algorithm)
     plans = [next((p for p in found.legal(spec, gpu, d) if knobs.items() <= p.knobs.items()), None) for d in DIRECTIONS]

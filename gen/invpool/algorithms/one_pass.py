@@ -143,10 +143,11 @@ class OnePass(Algorithm[OnePassPlan]):
 
     def _expected_registers(self, spec: PoolSpec, plan: OnePassPlan) -> int:
         words = spec.scalar_bytes // 4
-        arrays = 2 * plan.thread_rows * plan.thread_columns + plan.thread_rows + plan.thread_columns
+        scoring = 2 * plan.thread_rows * plan.thread_columns + plan.thread_rows + plan.thread_columns
         if plan.direction == "forward":
-            return _BASE + words * (arrays + 3 * plan.thread_rows)
-        return _BASE + words * (arrays + plan.thread_rows * (8 + plan.k_step // plan.across))
+            return _BASE + words * (scoring + 3 * plan.thread_rows)
+        gathered = plan.thread_rows * (plan.k_step // plan.across)
+        return _BASE + words * (8 * plan.thread_rows + gathered + max(scoring, gathered))
 
     def _min_blocks(self, plan: OnePassPlan) -> int:
         by_registers = _REGISTERS_PER_SM // (plan.threads * plan.registers)
@@ -181,7 +182,9 @@ class OnePass(Algorithm[OnePassPlan]):
         lines = staged * self._lines_an_element(spec) + spec.K * voters / WARP * (1 + self._row_lines(spec))
         if backward:
             thread_steps = plan.k_step // plan.across
-            fma += tiles * scores * (plan.k_step + 12) + threads * plan.thread_rows * (3 * thread_steps + 2 * 5)
+            fma += tiles * (scores * (plan.k_step + 12) + plan.rows * plan.k_step) + threads * plan.thread_rows * (
+                3 * thread_steps + 2 * 5
+            )
             mufu = 2 * tiles * scores
             # Gathering: G of its rows, and one element of a column for each of its steps.
             shared += tiles * plan.columns * (plan.thread_rows * warps * wide + thread_steps * warps * 2 * wide)

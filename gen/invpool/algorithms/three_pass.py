@@ -176,7 +176,7 @@ class ThreePass(Algorithm[ThreePassPlan]):
         if plan.direction == "forward":
             arrays = (spec.K if spec.K <= plan.k_tile else 0) + 2 * plan.columns
         else:
-            arrays = min(spec.K, plan.k_tile) + 2 * plan.columns
+            arrays = 2 * min(spec.K, plan.k_tile) + 2 * plan.columns
         return _BASE + words * arrays
 
     def promises_no_spills(self, spec: PoolSpec, plan: ThreePassPlan) -> bool:
