@@ -26,13 +26,13 @@ _TILES: Final = (
 )
 _K_STEPS: Final = (16, 32, 64, 96, 128)
 _ITEMS: Final = (1, 2, 4, 8, 16)
-_REGISTERS: Final = (64, 80, 128, 168, 255)
+_REGISTERS: Final = (64, 96, 128, 168, 255)
 _THREADS: Final = (32, 256)
 # More threads an item than this would wait long for each other's word on whether the item is to be centred.
 _GROUPED_THREADS: Final = 64
 # Registers beside the arrays that the plan sizes, as for three_pass.
-_BASE: Final = 40
-_COMFORT: Final = 60
+_BASE: Final = 24
+_COMFORT: Final = 4
 _REGISTERS_PER_SM: Final = 65536
 _FEWEST_THREADS_PER_SM: Final = 1024
 _FEWEST_BLOCKS_PER_SM: Final = 16

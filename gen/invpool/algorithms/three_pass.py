@@ -22,7 +22,7 @@ _LINE: Final = 128  # bytes of an L1 line
 # Vectors of H scalars beside the staged item in backward: the means (then out), and g. Forward has the means.
 _BACKWARD_VECTORS: Final = 2
 _COLUMNS: Final = (1, 2, 4, 8)
-_K_TILES: Final = (8, 16, 32, 64)
+_K_TILES: Final = (4, 8, 16, 32, 64)
 _REGISTERS: Final = (64, 80, 104, 128, 168, 255)
 # Registers beside the arrays that the plan sizes: addresses, counters, loads in flight. ptxas never
 # needed more than _BASE + _COMFORT over the grid of tests/test_compile_matrix.py; between the two it
