@@ -4,7 +4,7 @@
 #   make test                  the tests, under ten minutes on two cores
 #   make demo SYSTEM=1         with the interpreter at hand (PYTHON=...) and nothing installed: for a GPU machine
 #   make test SYSTEM=1         that reaches no registry but has torch, jinja2, typer, rich and pytest
-#   make lint | slow | pycuda  what CI runs beside the tests
+#   make lint | slow | pycuda  what CI runs beside the tests; make long: what nobody waits for
 SHELL := /bin/bash
 PYTHON ?= python3
 VENV ?= .venv
@@ -24,15 +24,18 @@ else
 endif
 EXTRAS := $(if $(HAS_NVCC),,[nvcc])
 
-.PHONY: demo test slow lint pycuda clean
+.PHONY: demo test slow long lint pycuda clean
 demo: $(READY)
 	$(RUN) examples/demo.py
 
 test: $(READY_DEV)
-	$(RUN) -m pytest -m "not slow and not gpu" $(if $(SYSTEM),,-n 2 --dist worksteal) $(PYTEST_ARGS)
+	$(RUN) -m pytest -m "not slow and not long and not gpu" $(if $(SYSTEM),,-n 2 --dist worksteal) $(PYTEST_ARGS)
 
 slow: $(READY_DEV)
-	$(RUN) -m pytest -m "slow and not gpu" $(PYTEST_ARGS)
+	$(RUN) -m pytest -m "slow and not gpu" $(if $(SYSTEM),,-n 2 --dist worksteal) $(PYTEST_ARGS)
+
+long: $(READY_DEV)
+	$(RUN) -m pytest -m "long and not gpu" $(if $(SYSTEM),,-n 2 --dist worksteal) $(PYTEST_ARGS)
 
 lint: $(READY_DEV)
 	$(RUN) -m ruff format --check gen tests tools examples

@@ -80,6 +80,6 @@ def test_every_combination_compiles_once() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", SHAPES[:2])
 def test_every_combination_compiles_for_every_shape(shape: tuple[int, int]) -> None:
     assert not _run(_jobs((shape,)))
