@@ -25,7 +25,7 @@ MakePackage = Callable[..., Path]
 
 def test_files_and_manifest(make_package: MakePackage) -> None:
     folder = make_package(SPEC)
-    assert sorted(path.name for path in folder.iterdir()) == [
+    assert sorted(path.name for path in folder.iterdir() if path.name != "__pycache__") == [
         "__init__.py",
         "manifest.json",
         "runtime.py",

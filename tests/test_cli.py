@@ -82,11 +82,11 @@ def test_show_prints_the_source(package: Path) -> None:
 def test_a_package_with_parts_missing_gets_one_line(package: Path, tmp_path: Path) -> None:
     copy = tmp_path / "p"
     shutil.copytree(package, copy)
-    (copy / "one_pass_forward.cu").unlink()
+    (copy / "three_pass_forward.cu").unlink()
     (copy / "runtime.py").unlink()
     (copy / "proof.json").write_text('{"kernels": {}}')
     for words, message in (
-        (("show", "p", "--source", "forward"), "one_pass_forward.cu cannot be read"),
+        (("show", "p", "--source", "forward"), "three_pass_forward.cu cannot be read"),
         (("check", "p"), "p lacks runtime.py; regenerate with: invpool generate --H 7 --K 5"),
     ):
         done = invpool(*words, cwd=tmp_path)

@@ -155,7 +155,7 @@ def test_a_wrong_kernel_fails_the_check(tmp_path: Path) -> None:
     folder = write_package(
         tmp_path / "p",
         PoolSpec(5, 3),
-        lambda s: s.replace("mean_weight += pull", "mean_weight = pull"),
+        lambda s: s.replace("pulled_part += pull", "pulled_part = pull"),
         "three_pass",
     )
     run = CliRunner().invoke(app, ["check", str(folder), "--on", "emulator"])
