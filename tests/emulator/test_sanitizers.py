@@ -34,6 +34,18 @@ CASES = {
     "one variate of one step": (PoolSpec(1, 1), {"k_tile": 8, "columns": 1}, "normal", 0),
 }
 
+ONE_PASS_CASES = {
+    "several tiles and chunks": (PoolSpec(70, 40), {"rows": 32, "k_step": 16}, "normal", 0),
+    "centred, part of a tile": (PoolSpec(37, 21), {"rows": 16, "thread_rows": 2, "k_step": 16}, "shifted", 0),
+    "items share a block, masked": (PoolSpec(7, 20, masked=True), {"rows": 8, "items": 4, "k_step": 16}, "shifted", 1),
+    "wide pieces": (PoolSpec(64, 16), {"rows": 64, "thread_rows": 8}, "large", 0),
+    "16 bits off their alignment": (PoolSpec(35, 24, "bfloat16"), {"rows": 32, "k_step": 32}, "normal", 1),
+    "float64, time-major": (PoolSpec(20, 11, "float64", "bkh"), {"rows": 16, "thread_rows": 4}, "normal", 1),
+}
+SUBJECTS = [(algorithm, case) for algorithm in three_pass_family() for case in CASES]
+SUBJECTS += [("one_pass", case) for case in ONE_PASS_CASES]
+QUICK = ("centred items", "centred, part of a tile")
+
 
 def _pool(algorithm: str, spec: PoolSpec, knobs: dict, build: str) -> EmulatedPool:
     found = find_algorithm(algorithm)
@@ -46,13 +58,12 @@ def _pool(algorithm: str, spec: PoolSpec, knobs: dict, build: str) -> EmulatedPo
 
 
 @pytest.mark.parametrize("build", ["address", "thread"])
-@pytest.mark.parametrize("algorithm", three_pass_family())
 @pytest.mark.parametrize(
-    "case",
-    [pytest.param(name, marks=[] if name == "centred items" else [pytest.mark.slow]) for name in CASES],
+    ("algorithm", "case"),
+    [pytest.param(algorithm, case, marks=[] if case in QUICK else [pytest.mark.slow]) for algorithm, case in SUBJECTS],
 )
 def test_nothing_is_found_and_the_numbers_are_right(case: str, algorithm: str, build: str) -> None:
-    spec, knobs, kind, shift = CASES[case]
+    spec, knobs, kind, shift = (ONE_PASS_CASES if algorithm == "one_pass" else CASES)[case]
     pool = _pool(algorithm, spec, knobs, build)
     x, g, mask = inputs(spec, kind, items=3)
     x, g = guarded(x, shift), guarded(g, shift)
