@@ -32,7 +32,6 @@ _THREADS: Final = (32, 256)
 _GROUPED_THREADS: Final = 64
 # Registers beside the arrays that the plan sizes, as for three_pass.
 _BASE: Final = 24
-_COMFORT: Final = 4
 _REGISTERS_PER_SM: Final = 65536
 _FEWEST_THREADS_PER_SM: Final = 1024
 _FEWEST_BLOCKS_PER_SM: Final = 16
@@ -154,7 +153,7 @@ class OnePass(Algorithm[OnePassPlan]):
         return max(1, min(by_registers, _FEWEST_THREADS_PER_SM // plan.threads, _FEWEST_BLOCKS_PER_SM))
 
     def promises_no_spills(self, spec: PoolSpec, plan: OnePassPlan) -> bool:
-        return self._expected_registers(spec, plan) + _COMFORT <= plan.registers
+        return False  # near its cap ptxas spills a few words for some dtypes, which no count here foretells
 
     def cost(self, spec: PoolSpec, plan: OnePassPlan, gpu: Gpu, batch: int) -> Cost:
         """Work of one launch over items that are not centred; tests hold it against the emulator's counters."""
