@@ -79,7 +79,7 @@ def test_every_combination_compiles_once() -> None:
     assert not _run(_jobs(SHAPES))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("shape", SHAPES[:2])
 def test_every_combination_compiles_for_every_shape(shape: tuple[int, int]) -> None:
     assert not _run(_jobs((shape,)))
