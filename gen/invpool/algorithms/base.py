@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar, Generic, Literal, TypeVar
+from typing import Any, ClassVar, Final, Generic, Literal, TypeVar
 
 from invpool.abi import Direction
 from invpool.cost import Cost
@@ -46,6 +46,18 @@ class Launch:
     def grid_text(self) -> str:
         items = "B" if self.items_per_block == 1 else f"ceil(B / {self.items_per_block})"
         return items if self.blocks_per_item == 1 else f"{items} * {self.blocks_per_item}"
+
+
+# The same on every supported GPU; and the fewest resident threads and blocks that any of them allows (sm_75).
+REGISTERS_PER_SM: Final = 65536
+_FEWEST_THREADS_PER_SM: Final = 1024
+_FEWEST_BLOCKS_PER_SM: Final = 16
+
+
+def min_blocks(threads: int, registers: int) -> int:
+    """Resident blocks that ptxas is told to make room for, so that a thread gets that many registers."""
+    by_registers = REGISTERS_PER_SM // (threads * registers)
+    return max(1, min(by_registers, _FEWEST_THREADS_PER_SM // threads, _FEWEST_BLOCKS_PER_SM))
 
 
 P = TypeVar("P", bound=Plan)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Final, Literal
 
 from invpool.abi import Direction
-from invpool.algorithms.base import Algorithm, Launch, Plan
+from invpool.algorithms.base import Algorithm, Launch, Plan, min_blocks
 from invpool.cost import Cost
 from invpool.gpu import WARP, Gpu
 from invpool.layout import SharedLayout, wavefronts
@@ -32,9 +32,6 @@ _THREADS: Final = (32, 256)
 _GROUPED_THREADS: Final = 64
 # Registers beside the arrays that the plan sizes, as for three_pass.
 _BASE: Final = 24
-_REGISTERS_PER_SM: Final = 65536
-_FEWEST_THREADS_PER_SM: Final = 1024
-_FEWEST_BLOCKS_PER_SM: Final = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,10 +145,6 @@ class OnePass(Algorithm[OnePassPlan]):
         gathered = plan.thread_rows * (plan.k_step // plan.across)
         return _BASE + words * (8 * plan.thread_rows + gathered + max(scoring, gathered))
 
-    def _min_blocks(self, plan: OnePassPlan) -> int:
-        by_registers = _REGISTERS_PER_SM // (plan.threads * plan.registers)
-        return max(1, min(by_registers, _FEWEST_THREADS_PER_SM // plan.threads, _FEWEST_BLOCKS_PER_SM))
-
     def promises_no_spills(self, spec: PoolSpec, plan: OnePassPlan) -> bool:
         return False  # near its cap ptxas spills a few words for some dtypes, which no count here foretells
 
@@ -244,7 +237,7 @@ class OnePass(Algorithm[OnePassPlan]):
 
     def context(self, spec: PoolSpec, plan: OnePassPlan) -> Mapping[str, Any]:
         return {
-            "min_blocks": self._min_blocks(plan),
+            "min_blocks": min_blocks(plan.threads, plan.registers),
             "item_bytes": self._item_bytes(spec, plan),
             **{name: value for name, value in plan.knobs.items() if name != "registers"},
         }

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Final, Literal, get_args
 
 from invpool.abi import Direction
-from invpool.algorithms.base import Algorithm, Launch, Plan
+from invpool.algorithms.base import REGISTERS_PER_SM, Algorithm, Launch, Plan, min_blocks
 from invpool.cost import Cost
 from invpool.gpu import DEFAULT_SHARED_BYTES, WARP, Gpu
 from invpool.layout import SharedLayout, wavefronts
@@ -29,10 +29,6 @@ _REGISTERS: Final = (64, 80, 104, 128, 168, 255)
 # may spill a few words, and below _BASE it spills in the inner loop.
 _BASE: Final = 30
 _COMFORT: Final = 44
-# The same on every supported GPU; and the fewest resident threads and blocks that any of them allows (sm_75).
-_REGISTERS_PER_SM: Final = 65536
-_FEWEST_THREADS_PER_SM: Final = 1024
-_FEWEST_BLOCKS_PER_SM: Final = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,7 +181,7 @@ class ThreePass(Algorithm[ThreePassPlan]):
     def _register_cap(self, spec: PoolSpec, plan: ThreePassPlan) -> int:
         """What ptxas makes of the launch bounds: whole eights, and no more than 255."""
         blocks = self._min_blocks(spec, plan)
-        return min(255, _REGISTERS_PER_SM // (blocks * self.launch(spec, plan).threads) // 8 * 8)
+        return min(255, REGISTERS_PER_SM // (blocks * self.launch(spec, plan).threads) // 8 * 8)
 
     def _min_blocks(self, spec: PoolSpec, plan: ThreePassPlan) -> int:
         """Resident blocks that ptxas is told to make room for, so that a thread gets ``plan.registers``.
@@ -193,8 +189,7 @@ class ThreePass(Algorithm[ThreePassPlan]):
         Left alone it follows its own taste: 72 registers and a spill for 128 threads.
         """
         threads = self.launch(spec, plan).threads
-        by_registers = _REGISTERS_PER_SM // (threads * plan.registers)
-        return max(1, min(by_registers, _FEWEST_THREADS_PER_SM // threads, _FEWEST_BLOCKS_PER_SM))
+        return min_blocks(threads, plan.registers)
 
     def access_wavefronts(self, spec: PoolSpec, plan: ThreePassPlan) -> dict[str, int]:
         """Shared-memory passes of the first warp's scalar accesses: 1 is free of conflicts.
