@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from invpool.abi import Direction
+from invpool.algorithms import Launch
+from invpool.algorithms.three_pass import ThreePass, ThreePassPlan
 from invpool.compile import Compiled, Resources, Target
+from invpool.cost import Cost
+from invpool.gpu import Gpu
+from invpool.spec import PoolSpec
 
 REPO = Path(__file__).parent.parent
 
@@ -57,3 +66,46 @@ def fake_compiler(source: str, target: Target) -> Compiled:
     """Code that no GPU would run, at once: for tests of everything around it."""
     code = f"{target.name}:{len(source)}".encode()
     return Compiled(code, Resources(64, 0, 0, 0, 0) if target.kind == "cubin" else None)
+
+
+@dataclasses.dataclass(frozen=True)
+class PersistentPlan(ThreePassPlan):
+    most_blocks: int | None = None
+
+
+class Persistent(ThreePass):
+    """``three_pass`` with a cap on the grid; its template does not loop, see :func:`looping`."""
+
+    plan_type = PersistentPlan
+
+    def candidates(self, spec: PoolSpec, direction: Direction) -> Iterator[PersistentPlan]:
+        for plan in super().candidates(spec, direction):
+            yield PersistentPlan(direction, **plan.knobs)
+
+    def fitted(self, spec: PoolSpec, plan: PersistentPlan, gpu: Gpu) -> PersistentPlan:
+        launch = self.launch(spec, plan)
+        wave = gpu.wave(launch.threads, launch.shared_bytes, self._register_cap(spec, plan))
+        return dataclasses.replace(plan, most_blocks=wave)
+
+    def launch(self, spec: PoolSpec, plan: PersistentPlan) -> Launch:
+        return dataclasses.replace(super().launch(spec, plan), most_blocks=plan.most_blocks)
+
+    def cost(self, spec: PoolSpec, plan: PersistentPlan, gpu: Gpu, batch: int) -> Cost:
+        launch = self.launch(spec, plan)
+        return dataclasses.replace(
+            super().cost(spec, plan, gpu, batch), blocks=launch.blocks(batch), tasks=launch.tasks(batch)
+        )
+
+
+def looping(source: str) -> str:
+    """A kernel of ``three_pass`` whose blocks loop over the items: the kernel as a function, called from a loop."""
+    head, kernel = source.split('extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)\n')
+    entry, parameters, body = re.match(r"(\w+)\(\n(.*?)\) \{\n(.*)", kernel, re.DOTALL).groups()
+    body = body.replace("  const long long b = blockIdx.x;\n  if (b >= B) return;\n", "")
+    names = ", ".join(re.findall(r"(\w+)(?:,|$)", parameters))
+    return (
+        f"{head}__device__ void one_item(long long b,\n{parameters}) {{\n{body}\n"
+        f'extern "C" __global__ void {entry}(\n{parameters}) {{\n'
+        "  for (long long b = blockIdx.x; b < B; b += gridDim.x) {\n"
+        f"    one_item(b, {names});\n    __syncthreads();\n  }}\n}}\n"
+    )

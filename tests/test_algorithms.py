@@ -4,9 +4,11 @@ import itertools
 
 import pytest
 
+from helpers import Persistent
 from invpool.abi import DIRECTIONS, argument_names, parameter_list
-from invpool.algorithms import ALGORITHMS, Algorithm, best_plan, choose, find_algorithm
+from invpool.algorithms import ALGORITHMS, Algorithm, Launch, best_plan, choose, find_algorithm
 from invpool.algorithms.three_pass import ThreePassPlan
+from invpool.cost import Cost
 from invpool.errors import PlanError
 from invpool.gpu import DEFAULT_SHARED_BYTES, KNOWN_GPUS, known_gpu
 from invpool.spec import DTYPES, PoolSpec
@@ -181,6 +183,61 @@ def test_plans_survive_being_recorded() -> None:
     algorithm = find_algorithm("three_pass")
     for plan in algorithm.legal(PoolSpec(33, 5), H200, "backward"):
         assert algorithm.plan_from_knobs("backward", plan.knobs) == plan
+
+
+@pytest.mark.parametrize(
+    ("launch", "text", "blocks"),
+    [
+        (Launch(32, 0), "B", [1, 10, 1000]),
+        (Launch(32, 0, 4, 3), "ceil(B / 4) * 3", [3, 9, 750]),
+        (Launch(32, 0, most_blocks=10), "min(B, 10)", [1, 10, 10]),
+        (Launch(32, 0, 4, 3, 100), "min(ceil(B / 4) * 3, 100)", [3, 9, 100]),
+    ],
+)
+def test_the_grid_of_a_launch(launch: Launch, text: str, blocks: list[int]) -> None:
+    assert launch.grid_text == text
+    assert [launch.blocks(batch) for batch in (1, 10, 1000)] == blocks
+    uncapped = Launch(32, 0, launch.items_per_block, launch.blocks_per_item)
+    assert [launch.tasks(batch) for batch in (1, 10, 1000)] == [uncapped.blocks(batch) for batch in (1, 10, 1000)]
+
+
+def test_a_persistent_plan_is_fitted_to_the_gpu_it_is_made_for() -> None:
+    algorithm, spec = Persistent(), PoolSpec(128, 32)
+    for gpu in (H200, known_gpu("t4")):
+        for direction in DIRECTIONS:
+            best = best_plan(algorithm, spec, gpu, direction)
+            assert best is not None
+            plan, cost = best
+            launch = algorithm.launch(spec, plan)
+            wave = gpu.blocks_per_sm(launch.threads, launch.shared_bytes, cost.registers) * gpu.sm_count
+            assert plan.knobs["most_blocks"] == launch.most_blocks == launch.blocks(10**6) == wave
+            assert algorithm.plan_from_knobs(direction, plan.knobs) == plan
+            # Nothing but the speed depends on the cap.
+            assert algorithm.reject(spec, plan, known_gpu("b200")) is None
+
+
+def test_cost_of_a_persistent_kernel() -> None:
+    def time(blocks: int, tasks: int | None) -> float:
+        work = 1_000_000 * (blocks if tasks is None else tasks)
+        return Cost(work, False, 0, 0, 0, 0, 0, 0, 256, blocks, 32, tasks=tasks).terms(H200)["fma"]
+
+    wave = H200.wave(256, 0, 32)
+    assert wave == 8 * 132
+    one = time(1, None)
+    assert one == time(1, 1)
+    # One wave takes the time of all its blocks on one SM; so does every round after it, the last one too.
+    assert time(wave, wave) == time(wave, None)
+    assert time(wave, 3 * wave) == pytest.approx(3 * time(wave, None))
+    assert time(wave, 3 * wave + 1) == time(wave, 4 * wave)
+    # The same as so many waves of blocks.
+    for tasks in (wave // 2, wave, wave + 1, 5 * wave):
+        assert time(min(tasks, wave), tasks) == pytest.approx(time(tasks, None))
+    # A cap of less than a wave: the rounds are shorter, there are more of them, and none of them is idle.
+    assert time(132 * 5, 132 * 10) == pytest.approx(10 * one)
+    assert time(wave, 132 * 10) == pytest.approx(16 * one)
+    # A cap made for a larger GPU: its blocks come in waves.
+    assert time(2 * wave, 4 * wave) == pytest.approx(time(wave, 4 * wave))
+    assert time(0, 0) == 0
 
 
 def test_abi_order() -> None:

@@ -13,14 +13,32 @@ import pytest
 import torch
 
 import invpool
-from helpers import run_python
-from invpool.binding import check_output, import_package, read_manifest, require_manifest, staged_package
+from helpers import Persistent, run_python
+from invpool.abi import DIRECTIONS
+from invpool.algorithms import best_plan
+from invpool.binding import (
+    BuiltKernel,
+    TableRow,
+    check_output,
+    import_package,
+    package_files,
+    read_manifest,
+    require_manifest,
+    staged_package,
+)
 from invpool.errors import OutputError
+from invpool.gpu import known_gpu
+from invpool.render import render_kernel
 from invpool.runtime import LoadError, choose_image
 from invpool.spec import PoolSpec
 
 SPEC = PoolSpec(5, 3)
 MakePackage = Callable[..., Path]
+
+
+def with_launch(manifest: dict, **changes: object) -> dict:
+    kernels = [kernel | {"launch": kernel["launch"] | changes} for kernel in manifest["kernels"]]
+    return manifest | {"kernels": kernels}
 
 
 def test_files_and_manifest(make_package: MakePackage) -> None:
@@ -52,6 +70,29 @@ def test_files_and_manifest(make_package: MakePackage) -> None:
     assert (folder / "runtime.py").read_bytes() == source.read_bytes()
     for name in ("__init__.py", "runtime.py", "three_pass_forward.cu"):
         assert "SPDX-License-Identifier: Apache-2.0" in (folder / name).read_text()[:400]
+
+
+def test_a_cap_on_the_grid_is_recorded_and_obeyed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    algorithm, gpu = Persistent(), known_gpu("h200")
+    plans = [best_plan(algorithm, SPEC, gpu, direction) for direction in DIRECTIONS]
+    kernels = [BuiltKernel(algorithm, best[0], render_kernel(algorithm, SPEC, best[0]), ()) for best in plans if best]
+    with staged_package(tmp_path / "p", package_files(SPEC, gpu.name, kernels, (TableRow(0, 0, 1),))):
+        pass
+    manifest = require_manifest(tmp_path / "p")
+    caps = [kernel["launch"]["most_blocks"] for kernel in manifest["kernels"]]
+    assert caps == [kernel["plan"]["most_blocks"] for kernel in manifest["kernels"]]
+    assert all(f"grid min(B, {cap})," in kernel.source for cap, kernel in zip(caps, kernels, strict=True))
+
+    op, launched = invpool.load(tmp_path / "p"), []
+    monkeypatch.setattr(op, "_run_kernel", lambda index, blocks, arguments, device: launched.append((index, blocks)))
+    for batch in (0, 1, caps[0], caps[0] + 1, 3 * max(caps)):
+        x = torch.empty(batch, 5, 3)
+        op.cuda_backward(
+            x[:, :, 0], x, torch.ones(()), None, *op.backward_state(op.cuda_forward(x, torch.ones(()), None))
+        )
+        expected = [(index, min(batch, cap)) for index, cap in enumerate(caps)] if batch else []
+        assert launched == expected
+        launched.clear()
 
 
 def test_packages_are_the_same_bytes_every_time(make_package: MakePackage, tmp_path: Path) -> None:
@@ -155,11 +196,12 @@ def test_registration_outlives_the_module(make_package: MakePackage, tmp_path: P
     [
         (
             lambda m: m | {"schema": 0},
-            "has schema 0, this runtime reads 1; regenerate with: invpool generate --H 5 --K 3",
+            "has schema 0, this runtime reads 2; regenerate with: invpool generate --H 5 --K 3",
         ),
         (lambda m: {k: v for k, v in m.items() if k != "table"}, "is damaged .*regenerate with"),
         (lambda m: m | {"spec": {**m["spec"], "dtype": "float8"}}, "is damaged .*float8"),
         (lambda m: m | {"kernels": [{}]}, "is damaged"),
+        (lambda m: with_launch(m, most_blocks="many"), "is damaged .*many"),
     ],
 )
 def test_a_damaged_manifest_says_what_to_type(
@@ -204,16 +246,20 @@ def test_a_package_that_lacks_a_module_says_what_to_type(make_package: MakePacka
         ({"binding": {}}, "is damaged"),
         ({"planned_for": 7}, "is damaged"),
         ({"spec": {"H": 5}}, "is damaged"),
+        (lambda m: with_launch(m, most_blocks="many"), "is damaged .*many.* are not all integers"),
+        (lambda m: with_launch(m, most_blocks=None), None),
+        (lambda m: with_launch(m, most_blocks=7), None),
     ],
 )
 def test_generating_onto_or_showing_a_damaged_package_says_what_to_type(
-    make_package: MakePackage, tmp_path: Path, damage: dict, message: str
+    make_package: MakePackage, tmp_path: Path, damage: dict | Callable[[dict], dict], message: str | None
 ) -> None:
     folder = make_package(SPEC, tmp_path / "p")
     path = folder / "manifest.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | damage))
+    manifest = json.loads(path.read_text())
+    path.write_text(json.dumps(damage(manifest) if callable(damage) else manifest | damage))
     for action in (check_output, require_manifest):
-        with pytest.raises(OutputError, match=message):
+        with pytest.raises(OutputError, match=message) if message else contextlib.nullcontext():
             action(folder)
     check_output(folder, force=True)
 

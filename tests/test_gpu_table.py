@@ -37,6 +37,8 @@ def test_resident_blocks_by_each_limit() -> None:
     assert h200.blocks_per_sm(128, 100 * 1024, 32) == 2  # shared memory
     assert h200.blocks_per_sm(32, 0, 16) == 32  # blocks
     assert h200.blocks_per_sm(128, 227 * 1024, 32) == 1
+    assert h200.wave(128, 100 * 1024, 32) == 2 * 132
+    assert h200.wave(1024, 0, 255) == 132  # a plan that fits no SM is refused elsewhere
 
 
 @pytest.mark.parametrize(

@@ -190,6 +190,7 @@ def require_manifest(folder: Path) -> dict[str, Any]:
             texts += [kernel["direction"], kernel["algorithm"], *kernel["plan"].keys()]
             texts += [image["target"] for image in kernel["images"]]
             numbers = [launch["threads"], launch["shared_bytes"]]
+            numbers += [] if launch["most_blocks"] is None else [launch["most_blocks"]]
             for image in kernel["images"]:
                 numbers += dataclasses.astuple(Resources(**image["resources"])) if image["resources"] else ()
             if not all(isinstance(number, int) for number in numbers):

@@ -33,6 +33,7 @@ class Cost:
         blocks: blocks of the launch.
         registers: expected registers a thread.
         barriers: block barriers that the blocks go through; None where the algorithm does not count them.
+        tasks: what the blocks of a persistent kernel loop over; None: one a block.
     """
 
     fma: int
@@ -47,6 +48,7 @@ class Cost:
     blocks: int
     registers: int
     barriers: int | None = None
+    tasks: int | None = None
 
     def occupancy(self, gpu: Gpu) -> float:
         """Resident threads over the most an SM can hold."""
@@ -56,11 +58,13 @@ class Cost:
     def terms(self, gpu: Gpu) -> dict[str, float]:
         """Seconds that each unit needs when the launch fills the GPU as far as it can."""
         resident = max(1, gpu.blocks_per_sm(self.threads, self.shared_bytes, self.registers))
-        wave = resident * gpu.sm_count
-        waves = -(-self.blocks // wave)
+        waves = -(-self.blocks // gpu.wave(self.threads, self.shared_bytes, self.registers))
         # A last wave that is not full leaves SMs idle: the busiest SM sets the pace.
-        busiest = max(1, min(resident, -(-self.blocks // gpu.sm_count))) if waves == 1 else waves * resident
-        share = busiest / self.blocks if self.blocks else 0.0
+        busiest = max(1, min(resident, -(-self.blocks // gpu.sm_count))) if waves <= 1 else waves * resident
+        # So does a last round of a persistent kernel that has not a task for every block.
+        tasks = self.blocks if self.tasks is None else self.tasks
+        rounds = -(-tasks // self.blocks) if self.blocks else 0
+        share = busiest * rounds / tasks if tasks else 0.0
         # Fewer than one warp a scheduler cannot keep the pipes busy.
         warps = min(busiest, resident) * self.threads / WARP
         hiding = min(1.0, warps / 4)

@@ -66,6 +66,10 @@ class Gpu:
             limits.append(self.shared_per_sm // (shared_bytes + self.shared_reserved))
         return min(limits)
 
+    def wave(self, threads: int, shared_bytes: int, registers: int) -> int:
+        """Blocks that all SMs hold at once, at least one each: as many as a persistent kernel should have."""
+        return max(1, self.blocks_per_sm(threads, shared_bytes, registers)) * self.sm_count
+
 
 _KIB: Final = 1024
 # Datasheet figures. The H200's clock and DRAM rate are what these kernels were measured to sustain.

@@ -30,7 +30,7 @@ from typing import Any, ClassVar, Final
 import torch
 from torch import Tensor, nn
 
-MANIFEST_SCHEMA: Final = 1
+MANIFEST_SCHEMA: Final = 2
 BATCH_INVARIANT_VARIABLE: Final = "INVPOOL_BATCH_INVARIANT"
 
 
@@ -194,7 +194,12 @@ class _Kernel:
     shared_bytes: int
     items_per_block: int
     blocks_per_item: int
+    most_blocks: int | None  # a persistent kernel: its blocks loop over what is more than that
     images: tuple[tuple[str, str, str], ...]  # (target, file name, sha256)
+
+    def blocks(self, batch: int) -> int:
+        tasks = -(-batch // self.items_per_block) * self.blocks_per_item
+        return tasks if self.most_blocks is None else min(tasks, self.most_blocks)
 
 
 def choose_image(targets: Sequence[str], capability: tuple[int, int]) -> str | None:
@@ -280,6 +285,7 @@ class GeneratedOp:
             int(launch["shared_bytes"]),
             int(launch["items_per_block"]),
             int(launch["blocks_per_item"]),
+            None if launch["most_blocks"] is None else int(launch["most_blocks"]),
             images,
         )
 
@@ -473,7 +479,7 @@ class GeneratedOp:
         index = self._row(batch)[direction]
         kernel = self._kernels[index]
         arguments = [batch if name == "B" else tensors.get(name) for name in kernel.arguments]
-        self._run_kernel(index, -(-batch // kernel.items_per_block) * kernel.blocks_per_item, arguments, x.get_device())
+        self._run_kernel(index, kernel.blocks(batch), arguments, x.get_device())
 
     def _run_kernel(self, index: int, blocks: int, arguments: Sequence[Tensor | int | None], device: int) -> None:
         """Runs one kernel on torch's current stream of a device."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -9,12 +10,15 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from helpers import Persistent, looping
 from invpool import binding, generate
-from invpool.algorithms import choose
+from invpool.abi import DIRECTIONS
+from invpool.algorithms import Choice, choose
 from invpool.check import Finding, Proof, prove
 from invpool.cli.app import app
 from invpool.emulator import EmulatedKernel, build
 from invpool.emulator.op import EmulatedOp
+from invpool.emulator.pool import EmulatedPool
 from invpool.errors import CheckError, CompilerNotFoundError, EmulationError
 from invpool.gpu import KNOWN_GPUS
 from invpool.reference import norm_error, pool_ref
@@ -22,9 +26,11 @@ from invpool.render import render_kernel
 from invpool.spec import PoolSpec
 
 
-def write_package(folder: Path, spec: PoolSpec, edit=lambda source: source, algorithm: str | None = None) -> Path:
+def write_package(
+    folder: Path, spec: PoolSpec, edit=lambda source: source, algorithm: str | None = None, choice: Choice | None = None
+) -> Path:
     """A package without machine code: all that the emulator needs."""
-    choice = choose(spec, KNOWN_GPUS["h200"], algorithm)
+    choice = choice or choose(spec, KNOWN_GPUS["h200"], algorithm)
     kernels = [
         binding.BuiltKernel(choice.algorithm, plan, edit(render_kernel(choice.algorithm, spec, plan)), ())
         for plan in (choice.forward, choice.backward)
@@ -84,6 +90,28 @@ def test_an_unwritten_output_is_an_error_with_its_name(tmp_path: Path) -> None:
         EmulationError, match=r"h9_k4_f32_bhk forward: lse: 2 of 18 elements are poison, first at \[0, 4\]"
     ):
         EmulatedOp(folder)(torch.randn(2, 9, 4))
+
+
+@pytest.mark.parametrize("spec", [PoolSpec(9, 4), PoolSpec(33, 17, masked=True)], ids=lambda spec: spec.slug)
+def test_a_persistent_kernel_is_launched_with_its_cap(spec: PoolSpec, tmp_path: Path) -> None:
+    algorithm = Persistent()
+    plans = [dataclasses.replace(algorithm.legal(spec, KNOWN_GPUS["t4"], d)[0], most_blocks=2) for d in DIRECTIONS]
+    choice = Choice(algorithm, *plans)
+    op = EmulatedOp(write_package(tmp_path / "loops", spec, looping, choice=choice))
+    x, g = torch.randn(5, spec.H, spec.K, requires_grad=True), torch.randn(5, spec.H)
+    out = op(x)
+    (dx,) = torch.autograd.grad(out, x, g)
+    truth = pool_ref(x, g, "bhk")
+    assert norm_error(out.detach(), truth.out) < 1e-6
+    assert norm_error(dx, truth.dx) < 1e-6
+    assert prove(op, "cpu", name="emulator").ok
+    # Only the cap makes these fail: without a loop, two blocks write two items, in a package and without one.
+    with pytest.raises(EmulationError, match=rf"forward: out: {3 * spec.H} of {5 * spec.H} elements are poison"):
+        EmulatedOp(write_package(tmp_path / "does_not_loop", spec, choice=choice))(x)
+    with pytest.raises(EmulationError, match=r"elements are poison, first at \[2, 0\]"):
+        EmulatedPool(spec, choice).forward(
+            x.detach(), torch.ones(5, spec.H, dtype=torch.uint8) if spec.masked else None
+        )
 
 
 def test_two_ops_of_one_manifest_keep_apart(tmp_path: Path) -> None:

@@ -31,21 +31,38 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """Grid is ceil(B / items_per_block) * blocks_per_item on x; shared_bytes is dynamic."""
+    """The grid lies on x and has one block a task, of which there are ceil(B / items_per_block) * blocks_per_item.
+
+    Attributes:
+        threads: of a block.
+        shared_bytes: dynamic shared memory of a block.
+        items_per_block: items of one task.
+        blocks_per_item: tasks of so many items.
+        most_blocks: a persistent kernel: its blocks loop over the tasks, and no more of them than this are launched;
+            None: one block a task.
+    """
 
     threads: int
     shared_bytes: int
     items_per_block: int = 1
     blocks_per_item: int = 1
+    most_blocks: int | None = None
+
+    def tasks(self, batch: int) -> int:
+        """What the blocks of a launch over ``batch`` items share among themselves."""
+        return -(-batch // self.items_per_block) * self.blocks_per_item
 
     def blocks(self, batch: int) -> int:
-        """Blocks of a launch over ``batch`` items."""
-        return -(-batch // self.items_per_block) * self.blocks_per_item
+        """Blocks of a launch over ``batch`` items; the run time has the same rule."""
+        tasks = self.tasks(batch)
+        return tasks if self.most_blocks is None else min(tasks, self.most_blocks)
 
     @property
     def grid_text(self) -> str:
+        """The grid as a formula of B."""
         items = "B" if self.items_per_block == 1 else f"ceil(B / {self.items_per_block})"
-        return items if self.blocks_per_item == 1 else f"{items} * {self.blocks_per_item}"
+        tasks = items if self.blocks_per_item == 1 else f"{items} * {self.blocks_per_item}"
+        return tasks if self.most_blocks is None else f"min({tasks}, {self.most_blocks})"
 
 
 # The same on every supported GPU; and the fewest resident threads and blocks that any of them allows (sm_75).
@@ -83,6 +100,13 @@ class Algorithm(ABC, Generic[P]):
     def candidates(self, spec: PoolSpec, direction: Direction) -> Iterator[P]:
         """The whole plan space, legal or not; :meth:`reject` says which are."""
 
+    def fitted(self, spec: PoolSpec, plan: P, gpu: Gpu) -> P:
+        """The candidate with what only the GPU can say filled in: how many blocks of a persistent kernel it holds.
+
+        What is filled in is part of the plan and is recorded with it: nothing asks for the GPU again.
+        """
+        return plan
+
     @abstractmethod
     def reject(self, spec: PoolSpec, plan: P, gpu: Gpu) -> str | None:
         """Why the plan cannot be built for the spec on the GPU, and what would fit; None if it is legal.
@@ -115,8 +139,9 @@ class Algorithm(ABC, Generic[P]):
         return arch
 
     def legal(self, spec: PoolSpec, gpu: Gpu, direction: Direction) -> list[P]:
-        """The candidates that :meth:`reject` lets pass, in the order of the space."""
-        return [plan for plan in self.candidates(spec, direction) if self.reject(spec, plan, gpu) is None]
+        """The candidates, fitted to the GPU, that :meth:`reject` lets pass, in the order of the space."""
+        plans = (self.fitted(spec, plan, gpu) for plan in self.candidates(spec, direction))
+        return [plan for plan in plans if self.reject(spec, plan, gpu) is None]
 
     def plan_from_knobs(self, direction: Direction, knobs: Mapping[str, Any]) -> P:
         """Builds a plan from recorded parameters.
