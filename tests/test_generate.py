@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 import invpool
 from helpers import fake_compiler
@@ -153,8 +153,66 @@ def test_plans_for_another_gpu_are_proved_on_this_one_only_if_legal_here(
         assert result.kernel_proof is None
     assert asked == [False, True]
     monkeypatch.setattr(generate_room, "present_gpu", lambda: known_gpu("l4"))
-    with pytest.raises(CheckError, match=r"the forward plan is not legal on l4: .*\(--on gpu\); use --on emulator"):
+    with pytest.raises(
+        CheckError, match=r"\(--on gpu; use --on emulator\): the forward plan is not legal on l4: needs"
+    ):
         generate(dataclasses.replace(request, on="gpu"), cache)
+
+
+def test_check_asks_whether_the_recorded_plans_are_legal_here(
+    tmp_path: Path, cache: KernelCache, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, asked = tmp_path / "p", []
+    proof = Proof("cpu", (Finding("out normal", 0.0, 1.0, "float64"),))
+
+    def not_run(folder: Path, on_gpu: bool) -> tuple[Proof | None, Proof]:
+        asked.append(on_gpu)
+        return None, proof
+
+    monkeypatch.setattr(generate_room, "prove_package", not_run)
+    monkeypatch.setattr(
+        generate_room, "prove_on_emulator", lambda *_, **__: dataclasses.replace(proof, device="emulator")
+    )
+    monkeypatch.setattr(generate_room, "has_gxx", lambda: True)
+    generate(Request(PoolSpec(800, 64), folder, known_gpu("h200"), algorithm="three_pass"), cache)
+
+    def check(present: str | None, *words: str) -> Result:
+        monkeypatch.setattr(generate_room, "present_gpu", lambda: known_gpu(present) if present else None)
+        asked.clear()
+        caplog.clear()
+        return CliRunner().invoke(app, ["check", str(folder), *words])
+
+    reason = (
+        "the forward plan, made for h200, is not legal on l4: "
+        "needs 208000 bytes of shared memory a block, l4 has 101376; K <= 29 at H=800 or H <= 384 at K=64 would fit; "
+        "regenerate with: invpool generate --H 800 --K 64 "
+        f"--algorithm three_pass --out {folder} --force"
+    )
+    run = check("l4")
+    assert (run.exit_code, asked) == (0, [False]), run.output
+    assert caplog.messages == [f"kernels are not proved on the GPU: {reason}"]
+    assert "kernels on emulator" in run.output
+    before = (folder / "proof.json").read_bytes()
+    for on in ("gpu", "both"):
+        run = check("l4", "--on", on)
+        assert isinstance(run.exception, CheckError)
+        assert str(run.exception) == f"kernels cannot be proved on a GPU (--on {on}; use --on emulator): {reason}"
+        assert (asked, caplog.messages) == ([], [])
+    assert (folder / "proof.json").read_bytes() == before
+    assert (check("l4", "--on", "emulator").exit_code, asked, caplog.messages) == (0, [False], [])
+    # Where they fit, and where there is no GPU, there is nothing to say.
+    assert (check("h200").exit_code, asked, caplog.messages) == (0, [True], [])
+    assert (check(None).exit_code, asked, caplog.messages) == (0, [False], [])
+
+    # Plans of another version of the generator are not judged: the package brings its own run time.
+    path = folder / "manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["kernels"][0]["plan"]["stages"] = 3
+    path.write_text(json.dumps(manifest))
+    assert (check("l4").exit_code, asked) == (0, [True])
+    assert [message.partition(": ")[2].partition(";")[0] for message in caplog.messages] == [
+        "three_pass has no plan parameter stages"
+    ]
 
 
 def test_a_wrong_kernel_is_not_put_in_place(

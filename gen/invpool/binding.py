@@ -24,7 +24,7 @@ from typing import Any, Final
 
 from invpool._version import __version__
 from invpool.abi import Direction, argument_names
-from invpool.algorithms import Algorithm, Plan
+from invpool.algorithms import Algorithm, Plan, find_algorithm
 from invpool.cache import write_durably
 from invpool.compile import Compiled, Resources, Target
 from invpool.errors import OutputError
@@ -175,7 +175,7 @@ def require_manifest(folder: Path) -> dict[str, Any]:
     path, manifest = folder / _MANIFEST, read_manifest(folder)
     if manifest is None:
         raise OutputError(f"{folder} holds no generated package; make one with: invpool generate --out {folder}")
-    regenerate = _regenerate(folder, manifest)
+    regenerate = replace_command(folder, manifest)
     if manifest["schema"] != MANIFEST_SCHEMA:
         raise OutputError(
             f"{path} has schema {manifest['schema']}, this invpool reads {MANIFEST_SCHEMA}; "
@@ -202,7 +202,8 @@ def require_manifest(folder: Path) -> dict[str, Any]:
     return manifest
 
 
-def _regenerate(folder: Path, manifest: dict[str, Any]) -> str:
+def replace_command(folder: Path, manifest: dict[str, Any]) -> str:
+    """What to type to make a package again, for the GPU that is there, in its place."""
     return f"{manifest.get('regenerate', 'invpool generate --H ... --K ...')} --out {folder} --force"
 
 
@@ -212,6 +213,19 @@ def _recorded_hashes(manifest: dict[str, Any]) -> dict[str, str]:
     for kernel in manifest["kernels"]:
         entries += [kernel["source"], *kernel["images"]]
     return {str(entry["file"]): str(entry["sha256"]) for entry in entries}
+
+
+def recorded_plans(manifest: dict[str, Any]) -> list[tuple[Algorithm[Any], Plan]]:
+    """The algorithm and the plan of each kernel of a package.
+
+    Raises:
+        ValueError: this invpool has no such algorithm or plan parameter: another version made the package.
+    """
+    plans: list[tuple[Algorithm[Any], Plan]] = []
+    for kernel in manifest["kernels"]:
+        algorithm = find_algorithm(kernel["algorithm"])
+        plans.append((algorithm, algorithm.plan_from_knobs(kernel["direction"], kernel["plan"])))
+    return plans
 
 
 def edited_files(folder: Path, manifest: dict[str, Any]) -> list[str]:
@@ -350,7 +364,7 @@ def import_package(folder: Path) -> ModuleType:
         raise OutputError(f"{folder} holds no generated package; make one with: invpool generate --out {folder}")
     missing = [name for name in ("__init__.py", "runtime.py") if not (folder / name).is_file()]
     if missing:
-        raise OutputError(f"{folder} lacks {', '.join(missing)}; regenerate with: {_regenerate(folder, manifest)}")
+        raise OutputError(f"{folder} lacks {', '.join(missing)}; regenerate with: {replace_command(folder, manifest)}")
     digest = _sha256(str(folder.resolve()).encode() + (folder / _MANIFEST).read_bytes())[:16]
     name = f"invpool_generated_{digest}"
     # A module is in sys.modules before it is whole: whoever looks it up waits until it is.

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal, get_args
 
 from invpool.abi import DIRECTIONS
-from invpool.algorithms import Choice, choose
+from invpool.algorithms import Algorithm, Choice, Plan, choose
 from invpool.binding import (
     BuiltKernel,
     TableRow,
@@ -19,7 +19,9 @@ from invpool.binding import (
     import_package,
     output_lock,
     package_files,
+    recorded_plans,
     remove_proof,
+    replace_command,
     staged_package,
     write_proof,
 )
@@ -36,6 +38,7 @@ log = logging.getLogger("invpool")
 
 # PTX that every supported GPU's driver can finish.
 _PTX_ARCH: Final = "sm_75"
+_NO_GPU: Final = "there is none here"
 
 # Where kernels are run to prove them.
 On = Literal["gpu", "emulator", "both"]
@@ -125,30 +128,51 @@ def prove_package(folder: Path, arch_is_here: bool) -> tuple[Proof | None, Proof
     return (prove(op, "cuda") if arch_is_here else None), prove(op, "cpu")
 
 
-def gpu_obstacle(spec: PoolSpec | None = None, choice: Choice | None = None) -> str | None:
-    """Why kernels, those of a choice if one is given, cannot be run on a GPU here; None if they can."""
+def gpu_obstacle(
+    spec: PoolSpec | None = None, plans: Iterable[tuple[Algorithm[Any], Plan]] = (), made_for: str | None = None
+) -> str | None:
+    """Why kernels, those of the plans if any are given, cannot be run on a GPU here; None if they can."""
     present = present_gpu()
     if present is None:
-        return "there is none here"
-    if spec is not None and choice is not None:
-        for direction in DIRECTIONS:
-            reason = choice.algorithm.reject(spec, choice.plan(direction), present)
-            if reason is not None:
-                return f"the {direction} plan is not legal on {present.name}: {reason}"
+        return _NO_GPU
+    for algorithm, plan in plans:
+        assert spec is not None
+        reason = algorithm.reject(spec, plan, present)
+        if reason is not None:
+            made = f", made for {made_for}," if made_for else ""
+            return f"the {plan.direction} plan{made} is not legal on {present.name}: {reason}"
     return None
+
+
+def package_obstacle(folder: Path, manifest: dict[str, Any]) -> str | None:
+    """Why the kernels of a package cannot be run on a GPU here, and what to type to get some that can."""
+    if present_gpu() is None:
+        return _NO_GPU
+    try:
+        plans = recorded_plans(manifest)
+    except ValueError as error:
+        # The package brings its own run time and does not need this invpool to know its plans.
+        log.warning("whether the plans of %s are legal on this GPU cannot be told: %s", folder, error)
+        return None
+    obstacle = gpu_obstacle(PoolSpec(**manifest["spec"]), plans, manifest["planned_for"])
+    return obstacle and f"{obstacle}; regenerate with: {replace_command(folder, manifest)}"
 
 
 def proving_places(on: On | None, obstacle: str | None) -> tuple[bool, bool]:
     """Whether kernels are to be proved on the GPU, unless something stands against it, and whether on the emulator.
+
+    What stands against a GPU that is there is logged, where the emulator takes its place.
 
     Raises:
         CheckError: the GPU is asked for and cannot run them.
         CompilerNotFoundError: the emulator is asked for and there is no g++.
     """
     if on is None:
+        if obstacle not in (None, _NO_GPU):
+            log.warning("kernels are not proved on the GPU: %s", obstacle)
         return obstacle is None, obstacle is not None and has_gxx()
     if on != "emulator" and obstacle is not None:
-        raise CheckError(f"kernels cannot be proved on a GPU: {obstacle} (--on {on}); use --on emulator")
+        raise CheckError(f"kernels cannot be proved on a GPU (--on {on}; use --on emulator): {obstacle}")
     if on != "gpu":
         gxx_version(find_gxx())
     return on != "emulator", on != "gpu"
@@ -186,7 +210,8 @@ def generate(
     gpu, present = planning_gpu(request.gpu)
     archs = _archs(request, gpu, present)
     choice = choose(request.spec, gpu, request.algorithm)
-    on_gpu, on_emulator = proving_places(request.on, gpu_obstacle(request.spec, choice))
+    plans = [(choice.algorithm, choice.plan(direction)) for direction in DIRECTIONS]
+    on_gpu, on_emulator = proving_places(request.on, gpu_obstacle(request.spec, plans))
     check_output(request.out, request.force)
     kernels = build_kernels(request.spec, choice, archs, cache or KernelCache(), progress)
     files = package_files(request.spec, gpu.name, kernels, (TableRow(0, 0, 1),))

@@ -127,7 +127,7 @@ def test_where_kernels_are_proved(monkeypatch: pytest.MonkeyPatch) -> None:
     assert generate.proving_places(None, none) == (False, True)
     assert generate.proving_places("emulator", none) == (False, True)
     for on in ("gpu", "both"):
-        with pytest.raises(CheckError, match=f"there is none here \\(--on {on}\\); use --on emulator"):
+        with pytest.raises(CheckError, match=f"\\(--on {on}; use --on emulator\\): there is none here"):
             generate.proving_places(on, none)
     monkeypatch.setattr(generate, "present_gpu", lambda: KNOWN_GPUS["h200"])
     assert generate.gpu_obstacle() is None

@@ -165,12 +165,12 @@ def check(path: PackagePath, on: OnOption = None, json: JsonOption = False) -> N
     """
     from invpool.binding import remove_proof, require_manifest, write_proof
     from invpool.cli import tables
-    from invpool.generate import gpu_obstacle, proof_record, prove_on_emulator, prove_package, proving_places
+    from invpool.generate import package_obstacle, proof_record, prove_on_emulator, prove_package, proving_places
 
     wanted = _on(on)
     with _err.status(f"checking {path}"):
-        on_gpu, on_emulator = proving_places(wanted, gpu_obstacle())
-        require_manifest(path)
+        manifest = require_manifest(path)
+        on_gpu, on_emulator = proving_places(wanted, package_obstacle(path, manifest))
         remove_proof(path)
         kernels, closed_form = prove_package(path, on_gpu)
         emulated = prove_on_emulator(path, required=wanted is not None) if on_emulator else None
