@@ -292,12 +292,10 @@ struct Matrices {
 
 std::vector<Matrices> matrices;  // of each warp
 
-// Eight numbers at a time: g++ makes of it what the CPU has.
-typedef std::uint16_t Half8 __attribute__((vector_size(16)));
-typedef std::uint32_t Word8 __attribute__((vector_size(32)));
-typedef std::int32_t Mask8 __attribute__((vector_size(32)));
-typedef float Float8 __attribute__((vector_size(32)));
-typedef double Double8 __attribute__((vector_size(64)));
+// Vectors as wide as the registers of any CPU with four floats; g++ spills wider ones.
+typedef std::uint32_t Word4 __attribute__((vector_size(16)));
+typedef float Float4 __attribute__((vector_size(16)));
+typedef double Double2 __attribute__((vector_size(16)));
 
 float float_of(std::uint32_t bits) {
   float value;
@@ -316,15 +314,19 @@ float from_half(std::uint16_t half) {
   const float size = rest >= 0x7c00u ? float_of(rest << 13 | 0x7f800000u) : float_of(rest << 13) * 0x1p112f;
   return float_of(sign | bits_of(size));
 }
-Double8 from_halves(const std::uint16_t* halves) {
-  Half8 packed;
-  std::memcpy(&packed, halves, sizeof packed);
-  const Word8 bits = __builtin_convertvector(packed, Word8);
-  const Word8 rest = (bits & 0x7fffu) << 13;
-  const Word8 scaled = reinterpret_cast<Word8>(reinterpret_cast<Float8>(rest) * 0x1p112f);
-  const Word8 special = reinterpret_cast<Word8>(rest >= (0x7c00u << 13));
-  const Word8 size = (special & (rest | 0x7f800000u)) | (~special & scaled);
-  return __builtin_convertvector(reinterpret_cast<Float8>(size | (bits & 0x8000u) << 16), Double8);
+// Eight of them.
+void from_halves(const std::uint16_t* halves, void* doubles) {
+  double values[8];
+  for (unsigned i = 0; i < 8; i += 4) {
+    const Word4 bits = {halves[i], halves[i + 1], halves[i + 2], halves[i + 3]};
+    const Word4 rest = (bits & 0x7fffu) << 13;
+    const Word4 scaled = reinterpret_cast<Word4>(reinterpret_cast<Float4>(rest) * 0x1p112f);
+    const Word4 special = reinterpret_cast<Word4>(rest >= (0x7c00u << 13));
+    const Word4 size = (special & (rest | 0x7f800000u)) | (~special & scaled);
+    const Float4 floats = reinterpret_cast<Float4>(size | (bits & 0x8000u) << 16);
+    for (unsigned j = 0; j < 4; ++j) values[i + j] = floats[j];
+  }
+  std::memcpy(doubles, values, sizeof values);
 }
 
 // To the nearest, ties to even; NaN loses its payload, as in PTX.
@@ -389,14 +391,22 @@ void multiply(Matrices& warp) {
       sums[group + 8][pair + i] = given.sums[2 + i];
     }
   }
-  Double8 columns[16];
-  for (unsigned k = 0; k < 16; ++k) columns[k] = from_halves(b[k]);
+  alignas(64) double left[16][16];
+  Double2 right[16][4];
+  for (unsigned k = 0; k < 16; ++k) from_halves(b[k], right[k]);
   for (unsigned row = 0; row < 16; ++row) {
-    Double8 left[2] = {from_halves(a[row]), from_halves(a[row] + 8)};
-    Double8 sum;
-    std::memcpy(&sum, sums[row], sizeof sum);
-    for (unsigned k = 0; k < 16; ++k) sum += left[k / 8][k % 8] * columns[k];
-    std::memcpy(sums[row], &sum, sizeof sum);
+    from_halves(a[row], left[row]);
+    from_halves(a[row] + 8, left[row] + 8);
+  }
+  for (unsigned row = 0; row < 16; ++row) {
+    Double2 sum[4];
+    std::memcpy(sum, sums[row], sizeof sum);
+#pragma GCC unroll 4
+    for (unsigned k = 0; k < 16; ++k) {
+#pragma GCC unroll 4
+      for (unsigned i = 0; i < 4; ++i) sum[i] += left[row][k] * right[k][i];
+    }
+    std::memcpy(sums[row], sum, sizeof sum);
   }
   for (unsigned lane = 0; lane < kWarp; ++lane) {
     const unsigned group = lane / 4, pair = 2 * (lane % 4);
