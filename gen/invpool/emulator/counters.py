@@ -31,7 +31,10 @@ class ArgumentTraffic(Traffic):
 
 @dataclasses.dataclass(frozen=True)
 class Operations:
-    """Floating-point operations of the kernel's scalar type, after contraction of a*b+c to one ``fma``."""
+    """Floating-point operations of the kernel's scalar type, after contraction of a*b+c to one ``fma``.
+
+    ``mma`` counts what tensor cores are asked for, once for the whole warp that asks: 2048 FMA each.
+    """
 
     fma: int
     add: int
@@ -40,6 +43,7 @@ class Operations:
     exp: int
     log: int
     extremum: int
+    mma: int
 
     @property
     def fma_class(self) -> int:

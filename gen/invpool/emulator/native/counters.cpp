@@ -11,6 +11,7 @@
 #include <cstring>
 #include <string>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "engine.h"
@@ -19,7 +20,8 @@ namespace emulator {
 
 namespace {
 
-constexpr const char* kOperationNames[kOperations] = {"fma", "add", "multiply", "divide", "exp", "log", "extremum"};
+constexpr const char* kOperationNames[kOperations] = {"fma", "add", "multiply", "divide",
+                                                      "exp", "log", "extremum", "mma"};
 constexpr unsigned kWarp = 32;
 constexpr unsigned kBanks = 32, kBankBytes = 4, kWidestBytes = 16;
 constexpr std::uintptr_t kLineBytes = 128;
@@ -37,6 +39,7 @@ struct Footprint {
 struct WarpAccess {
   bool shared;
   unsigned bytes;
+  std::vector<std::uintptr_t> rows[4];  // of each of the matrices that ldmatrix takes; empty for any other access
   std::vector<std::uintptr_t> addresses[2];  // of each half warp
 };
 
@@ -44,6 +47,7 @@ struct Thread {
   std::uint64_t operations[kOperations] = {};
   std::vector<std::uint64_t> calls;                    // hashes of the calls that lead here
   std::unordered_map<std::uint64_t, unsigned> visits;  // how often each access has been executed
+  bool at_matrix_row = false;  // the next access is one by ldmatrix
 };
 
 std::vector<Thread> threads;
@@ -90,7 +94,11 @@ void access(const void* pointer, std::uint64_t bytes, bool write, const void* ca
   // Arrays start a line, as they do on a GPU, wherever the host put them.
   const std::uintptr_t seen =
       space == kShared ? address : address - current_arguments()[space].value + (std::uintptr_t(space) << 48);
-  together.addresses[current_thread() % kWarp / (kWarp / 2)].push_back(seen);
+  if (std::exchange(thread.at_matrix_row, false)) {
+    together.rows[current_thread() % kWarp / 8].push_back(seen);
+  } else {
+    together.addresses[current_thread() % kWarp / (kWarp / 2)].push_back(seen);
+  }
 }
 
 std::vector<std::uintptr_t> all_addresses(const WarpAccess& access) {
@@ -123,6 +131,11 @@ unsigned passes_over_banks(std::vector<std::uintptr_t> addresses, unsigned bytes
 }
 
 unsigned passes_over_banks(const WarpAccess& access) {
+  if (!access.rows[0].empty()) {
+    unsigned total = 0;  // the matrices come one after the other, whatever they have in common
+    for (const auto& matrix : access.rows) total += passes_over_banks(matrix, access.bytes);
+    return total;
+  }
   if (access.bytes == kWidestBytes) {
     return passes_over_banks(access.addresses[0], access.bytes) + passes_over_banks(access.addresses[1], access.bytes);
   }
@@ -142,6 +155,7 @@ unsigned lines(const WarpAccess& access) {
 
 }  // namespace
 
+void count_matrix_row() { threads[current_thread()].at_matrix_row = true; }
 void count(Operation operation) { ++threads[current_thread()].operations[operation]; }
 
 void count_begin_launch() {
@@ -173,7 +187,8 @@ void count_end_block() {
         operations[operation] += threads[t].operations[operation];
         most = std::max(most, threads[t].operations[operation]);
       }
-      issued[operation] += most * kWarp;  // lanes without work wait for those that have some
+      // Lanes without work wait for those that have some; an mma is the whole warp's, counted at its first lane.
+      issued[operation] += operation == kMma ? most : most * kWarp;
     }
   }
   for (const auto& warp : warps) {

@@ -6,7 +6,8 @@
 // thread is a fiber; a fiber runs until it meets a barrier or a warp operation, and the engine goes on with the
 // next. Line numbers in messages are those of the .cu file.
 //
-//   modelled      threadIdx blockIdx blockDim gridDim warpSize, __shared__, block and warp barriers, shuffles
+//   modelled      threadIdx blockIdx blockDim gridDim warpSize, __shared__, block and warp barriers, shuffles, and
+//                 the PTX of templates/include/primitives.cuh
 //   needs a word  dynamic shared memory: DYNAMIC_SHARED(name); in place of `extern __shared__ ... name[];`,
 //                 behind `#ifndef DYNAMIC_SHARED`, so that nvcc still gets the declaration
 //   not modelled  anything else: it does not compile, which is better than running wrong
@@ -71,7 +72,7 @@ unsigned lane();
 unsigned char* dynamic_shared();
 
 // What the build `count` counts of floating-point arithmetic; see counted.h.
-enum Operation { kFma, kAdd, kMultiply, kDivide, kExponential, kLogarithm, kExtremum, kOperations };
+enum Operation { kFma, kAdd, kMultiply, kDivide, kExponential, kLogarithm, kExtremum, kMma, kOperations };
 void count(Operation operation);
 
 template <class T>
@@ -139,9 +140,87 @@ T __shfl_xor_sync(unsigned mask, T value, int flip, int width = warpSize, EMULAT
 
 // ---- PTX primitives
 //
-// None yet: no kernel uses one. The first that does puts its wrapper into templates/include/primitives.cuh, with
-// the emulated body calling a function declared here and defined in engine.cpp; a copy that is waited for later
-// (cp.async, bulk copies) is delivered at the wait, not before, so that a read too early shows.
+// What the emulated bodies of templates/include/primitives.cuh call. A primitive that is not there yet gets its wrapper
+// there, with PTX under __CUDACC__ and else a call of a function that is declared here and defined in engine.cpp.
+// Accesses of memory are made here, in code that is compiled with the kernel: sanitizers and counters see them.
+
+namespace emulator {
+
+using Float = float;  // this one, also where counted.h gives the kernel another
+
+// One row of an 8x8 matrix of 16-bit numbers, moved by one access; and narrower pieces of memory of any type.
+typedef unsigned Row __attribute__((vector_size(16), may_alias));
+typedef std::uint64_t Piece8 __attribute__((may_alias));
+typedef std::uint32_t Piece4 __attribute__((may_alias));
+
+unsigned pack_halves(Float low, Float high);
+Float unpack_half(unsigned bits);  // of the low 16 bits
+Float fast_exp2(Float x);
+
+// Faults unless `row` can be given to ldmatrix: 16 aligned bytes of shared memory.
+void check_row(const Place& place, const void* row);
+// Lane l gives row l % 8 of matrix l / 8; every lane takes two numbers of each matrix.
+void exchange_rows(const Place& place, unsigned* m, const void* row, bool transposed);
+unsigned transpose_matrix(const Place& place, unsigned m);
+// d[4] = a[4] * b[2] (+ d), over a warp: mma.m16n8k16. d holds floats, counted or not.
+void multiply_matrices(const Place& place, void* d, const unsigned* a, unsigned b0, unsigned b1, bool add);
+
+inline void load_matrices(const Place& place, unsigned* m, const void* row, bool transposed) {
+  check_row(place, row);
+  const Row mine = *static_cast<const Row*>(row);
+  exchange_rows(place, m, &mine, transposed);
+}
+
+// A copy under way: `bytes` have been read, and are written when their thread waits for them.
+struct Copy {
+  void* to;
+  unsigned bytes;
+  unsigned group;  // how many groups the thread had committed when it asked for the copy
+  alignas(16) unsigned char content[16];
+};
+
+// Faults unless both are aligned to `bytes`, and the first lies in shared memory.
+void check_copy(const Place& place, const void* shared, const void* global, unsigned bytes);
+void begin_copy(void* shared, const void* content, unsigned bytes);
+void commit_copies();
+// The next copy of the calling thread that is in none of its `pending` newest groups; null when there is none.
+const Copy* next_copy(const Place& place, unsigned pending);
+void group_barrier(const Place& place, int name, int threads);
+
+template <class Piece>
+void move_piece(void* to, const void* from) {
+  *static_cast<Piece*>(to) = *static_cast<const Piece*>(from);
+}
+inline void move_bytes(void* to, const void* from, unsigned bytes) {
+  if (bytes == 16) return move_piece<Row>(to, from);
+  if (bytes == 8) return move_piece<Piece8>(to, from);
+  move_piece<Piece4>(to, from);
+}
+
+inline void copy_async(const Place& place, void* shared, const void* global, unsigned bytes) {
+  check_copy(place, shared, global, bytes);
+  alignas(16) unsigned char content[16], poison[16];
+  move_bytes(content, global, bytes);
+  begin_copy(shared, content, bytes);
+  // From now on the hardware may write at any time: whoever reads before the wait reads NaN, and races with this.
+  std::memset(poison, 0xff, sizeof poison);
+  move_bytes(shared, poison, bytes);
+}
+
+// Writes what the copy has read, unseen by the counters: they have seen it where it was asked for.
+void deliver(const Copy& copy);
+
+inline void wait_copies(const Place& place, unsigned pending) {
+  while (const Copy* copy = next_copy(place, pending)) {
+#ifdef EMULATOR_COUNT
+    deliver(*copy);
+#else
+    move_bytes(copy->to, copy->content, copy->bytes);
+#endif
+  }
+}
+
+}  // namespace emulator
 
 // ---- counting floating-point operations
 

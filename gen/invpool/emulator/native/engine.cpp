@@ -13,6 +13,9 @@
 
 #include <algorithm>
 #include <barrier>
+#include <chrono>
+#include <cmath>
+#include <condition_variable>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -55,6 +58,8 @@ constexpr std::size_t kStackBytes = std::size_t(256) << 10;
 constexpr std::size_t kGuardBytes = std::size_t(64) << 10;  // a page on every CPU that Linux runs on
 constexpr unsigned kPoison = 0xff;  // NaN in every floating-point type, when all bytes are so
 constexpr std::size_t kMostArguments = 32;
+constexpr unsigned kGroups = 16;  // named barriers; the first is that of __syncthreads
+constexpr std::chrono::seconds kPatience{60};  // of the cross-check
 
 // ---- contexts: where a fiber goes on
 
@@ -112,7 +117,10 @@ void switch_context(Context& from, Context& to) { emulator_switch(&from.stack_po
 
 // ---- one launch
 
-enum class State { ready, at_block_barrier, at_warp_operation, done };
+enum class State { ready, at_block_barrier, at_group_barrier, at_warp_operation, done };
+
+struct Matrices;  // what the lanes of a warp give to each other
+using Combine = void (*)(Matrices&);
 
 struct Fiber {
   Context context;
@@ -125,6 +133,8 @@ struct Fiber {
   unsigned source = 0;  // the lane that a shuffle takes from
   std::uint64_t bits = 0;  // what it gives
   std::uint64_t received = 0;
+  Combine combine = nullptr;  // of a warp operation on matrices
+  unsigned group_name = 0, group_threads = 0;  // of a named barrier
 #ifdef EMULATOR_ASAN
   void* fake_stack = nullptr;
 #endif
@@ -154,6 +164,16 @@ struct Random {  // splitmix64
 
 struct ThreadBlock;
 
+// The asynchronous copies of one thread, oldest first.
+struct Copies {
+  std::vector<Copy> all;
+  std::size_t delivered = 0;
+  unsigned groups = 0;  // committed
+};
+
+// What a thread throws that cannot go on; the kernel catches nothing.
+struct Fault {};
+
 const Launch* launch;
 const Argument* arguments;
 void (*kernel)();
@@ -166,12 +186,16 @@ Context scheduler;
 int reduced;  // what the last block barrier returns
 unsigned block_generation;
 std::vector<unsigned> warp_generation;
+unsigned group_generation[kGroups];
+std::vector<Copies> copies;  // of each thread
+std::string fault_text;  // why a thread was stopped
 thread_local unsigned current;
 thread_local ThreadBlock* on_threads = nullptr;
 
 // Addresses that stand for barriers. Two each in turn: a thread that is late to leave one barrier must not be
 // ordered behind what others did on their way to the next.
 char block_barrier_sync[2];
+char group_barrier_sync[kGroups][2];
 std::vector<char> warp_barrier_sync;
 // Not one address for both: a thread that starts late must not be ordered behind one that has ended.
 char block_start_sync, block_end_sync;
@@ -194,8 +218,9 @@ void sync_acquire([[maybe_unused]] char* address) {
 #endif
 }
 
+bool same_text(const char* a, const char* b) { return a == b || std::strcmp(a, b) == 0; }
 bool same_place(const Place& a, const Place& b) {
-  return a.line == b.line && std::strcmp(a.operation, b.operation) == 0 && std::strcmp(a.file, b.file) == 0;
+  return a.line == b.line && same_text(a.operation, b.operation) && same_text(a.file, b.file);
 }
 
 void record(const Place& place, unsigned executions) {
@@ -230,9 +255,166 @@ void call_kernel() {
   }
 }
 
+std::string describe(const Place& place) {
+  return std::string(place.operation) + " at " + place.file + ":" + std::to_string(place.line);
+}
+
+// Ends the calling thread, and with it the launch.
+[[noreturn]] void stop(const Place& place, const std::string& why) {
+  {
+    const std::lock_guard<std::mutex> guard(points_guard);
+    if (fault_text.empty()) {
+      const Index& block = blockIdx;
+      fault_text = "thread " + std::to_string(current) + " of block " +
+                   std::to_string(block.x + launch->grid.x * (block.y + std::uint64_t(launch->grid.y) * block.z)) +
+                   " was stopped in " + describe(place) + ": " + why;
+    }
+  }
+  throw Fault();
+}
+
 Index position(std::uint64_t number, const Index& extent) {
   return {unsigned(number % extent.x), unsigned(number / extent.x % extent.y),
           unsigned(number / extent.x / extent.y)};
+}
+
+// ---- matrices of 16-bit numbers, as the lanes of a warp hold them
+
+struct Lane {
+  unsigned words[6];  // a row; or four registers of A and two of B
+  float sums[4];  // C
+};
+
+// Lanes give before they wait; what they take is formed once all have given.
+struct Matrices {
+  Lane given[kWarp], taken[kWarp];
+};
+
+std::vector<Matrices> matrices;  // of each warp
+
+// Vectors as wide as the registers of any CPU with four floats; g++ spills wider ones.
+typedef std::uint32_t Word4 __attribute__((vector_size(16)));
+typedef float Float4 __attribute__((vector_size(16)));
+typedef double Double2 __attribute__((vector_size(16)));
+
+float float_of(std::uint32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+std::uint32_t bits_of(float value) {
+  std::uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  return bits;
+}
+
+// fp16's bits put where those of a float are make a float 2^112 too small, infinities and NaN apart.
+float from_half(std::uint16_t half) {
+  const std::uint32_t sign = std::uint32_t(half & 0x8000u) << 16, rest = half & 0x7fffu;
+  const float size = rest >= 0x7c00u ? float_of(rest << 13 | 0x7f800000u) : float_of(rest << 13) * 0x1p112f;
+  return float_of(sign | bits_of(size));
+}
+// Eight of them.
+void from_halves(const std::uint16_t* halves, void* doubles) {
+  double values[8];
+  for (unsigned i = 0; i < 8; i += 4) {
+    const Word4 bits = {halves[i], halves[i + 1], halves[i + 2], halves[i + 3]};
+    const Word4 rest = (bits & 0x7fffu) << 13;
+    const Word4 scaled = reinterpret_cast<Word4>(reinterpret_cast<Float4>(rest) * 0x1p112f);
+    const Word4 special = reinterpret_cast<Word4>(rest >= (0x7c00u << 13));
+    const Word4 size = (special & (rest | 0x7f800000u)) | (~special & scaled);
+    const Float4 floats = reinterpret_cast<Float4>(size | (bits & 0x8000u) << 16);
+    for (unsigned j = 0; j < 4; ++j) values[i + j] = floats[j];
+  }
+  std::memcpy(doubles, values, sizeof values);
+}
+
+// To the nearest, ties to even; NaN loses its payload, as in PTX.
+unsigned to_half(float value) {
+  std::uint32_t bits = bits_of(value);
+  const std::uint32_t sign = bits >> 16 & 0x8000u;
+  bits &= 0x7fffffffu;
+  if (bits > 0x7f800000u) return 0x7fffu;
+  if (bits >= 0x477ff000u) return sign | 0x7c00u;  // 65520 and more
+  // Below fp16's normal numbers: 0.5f has their last place, so adding it rounds there.
+  if (bits < 0x38800000u) return sign | (bits_of(float_of(bits) + 0.5f) - 0x3f000000u);
+  bits += 0xfffu + (bits >> 13 & 1);
+  return sign | ((bits >> 13) - (112u << 10));
+}
+
+// Lane l takes numbers 2 * (l % 4) and the next of row l / 4 of each of the four matrices.
+void give_rows(Matrices& warp) {
+  for (unsigned lane = 0; lane < kWarp; ++lane) {
+    for (unsigned i = 0; i < 4; ++i) warp.taken[lane].words[i] = warp.given[8 * i + lane / 4].words[lane % 4];
+  }
+}
+
+// The number at a row and a column that two rows, or lanes, have in their words.
+unsigned number_of(unsigned word, unsigned column) { return word >> 16 * (column % 2) & 0xffffu; }
+
+// The same of the transposed matrices.
+void give_columns(Matrices& warp) {
+  for (unsigned lane = 0; lane < kWarp; ++lane) {
+    const unsigned column = lane / 4, row = 2 * (lane % 4);
+    for (unsigned i = 0; i < 4; ++i) {
+      const Lane* rows = warp.given + 8 * i;
+      warp.taken[lane].words[i] = number_of(rows[row].words[column / 2], column) |
+                                  number_of(rows[row + 1].words[column / 2], column) << 16;
+    }
+  }
+}
+
+void transpose(Matrices& warp) {
+  for (unsigned lane = 0; lane < kWarp; ++lane) {
+    const unsigned column = lane / 4, row = 2 * (lane % 4);
+    warp.taken[lane].words[0] = number_of(warp.given[4 * row + column / 2].words[0], column) |
+                                number_of(warp.given[4 * (row + 1) + column / 2].words[0], column) << 16;
+  }
+}
+
+// mma.m16n8k16: products and sums in double, where both are all but exact, and one rounding to the nearest. The
+// hardware aligns the products to the largest and cuts off what is below: near enough.
+void multiply(Matrices& warp) {
+  alignas(16) std::uint16_t a[16][16], b[16][8];
+  alignas(64) double sums[16][8];
+  for (unsigned lane = 0; lane < kWarp; ++lane) {
+    const Lane& given = warp.given[lane];
+    const unsigned group = lane / 4, pair = 2 * (lane % 4);
+    std::memcpy(&a[group][pair], &given.words[0], 4);
+    std::memcpy(&a[group + 8][pair], &given.words[1], 4);
+    std::memcpy(&a[group][pair + 8], &given.words[2], 4);
+    std::memcpy(&a[group + 8][pair + 8], &given.words[3], 4);
+    for (unsigned i = 0; i < 2; ++i) {
+      b[pair + 8 * i][group] = static_cast<std::uint16_t>(given.words[4 + i]);
+      b[pair + 8 * i + 1][group] = static_cast<std::uint16_t>(given.words[4 + i] >> 16);
+      sums[group][pair + i] = given.sums[i];
+      sums[group + 8][pair + i] = given.sums[2 + i];
+    }
+  }
+  alignas(64) double left[16][16];
+  Double2 right[16][4];
+  for (unsigned k = 0; k < 16; ++k) from_halves(b[k], right[k]);
+  for (unsigned row = 0; row < 16; ++row) {
+    from_halves(a[row], left[row]);
+    from_halves(a[row] + 8, left[row] + 8);
+  }
+  for (unsigned row = 0; row < 16; ++row) {
+    Double2 sum[4];
+    std::memcpy(sum, sums[row], sizeof sum);
+#pragma GCC unroll 4
+    for (unsigned k = 0; k < 16; ++k) {
+#pragma GCC unroll 4
+      for (unsigned i = 0; i < 4; ++i) sum[i] += left[row][k] * right[k][i];
+    }
+    std::memcpy(sums[row], sum, sizeof sum);
+  }
+  for (unsigned lane = 0; lane < kWarp; ++lane) {
+    const unsigned group = lane / 4, pair = 2 * (lane % 4);
+    for (unsigned i = 0; i < 4; ++i) {
+      const auto sum = static_cast<float>(sums[group + 8 * (i / 2)][pair + i % 2]);
+      warp.taken[lane].words[i] = std::isnan(sum) ? 0x7fffffffu : bits_of(sum);
+    }
+  }
 }
 
 // ---- fibers
@@ -275,7 +457,10 @@ void fiber_main() {
 #endif
   for (;;) {
     sync_acquire(&block_start_sync);
-    call_kernel();
+    try {
+      call_kernel();
+    } catch (const Fault&) {
+    }
     sync_release(&block_end_sync);
     fibers[current].state = State::done;
     to_scheduler();
@@ -374,22 +559,27 @@ std::string describe_threads(const std::vector<unsigned>& threads) {
   return text;
 }
 
-std::string describe(const Place& place) {
-  return std::string(place.operation) + " at " + place.file + ":" + std::to_string(place.line);
-}
-
 // Everything that keeps the block from going on, one line a group of threads.
 std::string explain_stall(std::uint64_t block) {
   std::vector<std::pair<std::string, std::vector<unsigned>>> groups;
-  bool returned = false, in_warp = false;
+  bool returned = false, in_warp = false, in_group = false, disagree = false;
+  unsigned group_threads[kGroups] = {};
   for (unsigned t = 0; t < block_threads; ++t) {
     const Fiber& fiber = fibers[t];
     std::string what = "returned";
     if (fiber.state == State::done) {
       returned = true;
     } else {
-      what = (fiber.state == State::at_block_barrier ? "wait at " : "wait in ") + describe(fiber.place);
+      what = (fiber.state == State::at_warp_operation ? "wait in " : "wait at ") + describe(fiber.place);
       in_warp |= fiber.state == State::at_warp_operation;
+      if (fiber.state == State::at_group_barrier) {
+        in_group = true;
+        unsigned& threads = group_threads[fiber.group_name];
+        disagree |= threads && threads != fiber.group_threads;
+        threads = fiber.group_threads;
+        what += ", number " + std::to_string(fiber.group_name) + ", for " + std::to_string(fiber.group_threads) +
+                " threads";
+      }
       if (fiber.state == State::at_warp_operation) {
         char mask[32];
         std::snprintf(mask, sizeof mask, " with mask 0x%08x", fiber.mask);
@@ -401,6 +591,8 @@ std::string explain_stall(std::uint64_t block) {
     group->second.push_back(t);
   }
   std::string text = in_warp    ? "a warp operation was not reached by all lanes of its mask"
+                     : disagree ? "threads disagree on how many a named barrier waits for"
+                     : in_group ? "a named barrier was not reached by exactly the threads that it waits for"
                      : returned ? "part of the block returned before a barrier"
                                 : "the block diverged: its threads wait at different barriers";
   text += " (block " + std::to_string(block) + ")";
@@ -414,29 +606,64 @@ bool finish_warp_operations() {
   for (unsigned base = 0; base < block_threads; base += kWarp) {
     const unsigned lanes = std::min(kWarp, block_threads - base);
     for (unsigned leader = 0; leader < lanes; ++leader) {
-      const Fiber first = fibers[base + leader];  // a copy: finishing changes the fibers
-      if (first.state != State::at_warp_operation) continue;
-      bool complete = true;
-      for (unsigned lane = 0; lane < lanes; ++lane) {
+      if (fibers[base + leader].state != State::at_warp_operation) continue;
+      const Place place = fibers[base + leader].place;
+      const unsigned mask = fibers[base + leader].mask;
+      const Combine combine = fibers[base + leader].combine;
+      bool complete = !combine || lanes == kWarp;
+      for (unsigned lane = 0; lane < lanes && complete; ++lane) {
         const Fiber& other = fibers[base + lane];
-        if (first.mask >> lane & 1) {
-          complete &= other.state == State::at_warp_operation && other.mask == first.mask &&
-                      same_place(other.place, first.place);
+        if (mask >> lane & 1) {
+          complete = other.state == State::at_warp_operation && other.mask == mask && same_place(other.place, place);
         }
       }
       if (!complete) continue;
+      if (combine) combine(matrices[base / kWarp]);
       for (unsigned lane = 0; lane < lanes; ++lane) {
         Fiber& fiber = fibers[base + lane];
-        if (!(first.mask >> lane & 1)) continue;
+        if (!(mask >> lane & 1)) continue;
         // A lane beyond the block or the mask has nothing to give: CUDA leaves the value open, here it is poison.
-        const bool given = fiber.source < lanes && (first.mask >> fiber.source & 1);
+        const bool given = fiber.source < lanes && (mask >> fiber.source & 1);
         fiber.received = given ? fibers[base + fiber.source].bits : ~std::uint64_t(0);
+        fiber.combine = nullptr;
         fiber.state = State::ready;
       }
       ++warp_generation[base / kWarp];
-      record(first.place, 1);
+      record(place, 1);
       any = true;
     }
+  }
+  return any;
+}
+
+// Lets those go on who are as many at a named barrier as it waits for: whole warps, each at one place. Returns whether
+// any did.
+bool finish_group_barriers() {
+  bool any = false;
+  for (unsigned name = 1; name < kGroups; ++name) {
+    std::vector<unsigned> waiting;
+    for (unsigned t = 0; t < block_threads; ++t) {
+      if (fibers[t].state == State::at_group_barrier && fibers[t].group_name == name) waiting.push_back(t);
+    }
+    if (waiting.empty()) continue;
+    const unsigned threads = fibers[waiting.front()].group_threads;
+    const bool agree = std::all_of(waiting.begin(), waiting.end(), [&](unsigned t) {
+      const Fiber& first = fibers[t / kWarp * kWarp];
+      return fibers[t].group_threads == threads && first.state == State::at_group_barrier &&
+             first.group_name == name && same_place(fibers[t].place, first.place);
+    });
+    if (!agree || waiting.size() != threads) continue;
+    std::vector<Place> places;
+    for (const unsigned t : waiting) {
+      const Place& place = fibers[t].place;
+      if (std::none_of(places.begin(), places.end(), [&](const Place& p) { return same_place(p, place); })) {
+        places.push_back(place);
+      }
+      fibers[t].state = State::ready;
+    }
+    for (const Place& place : places) record(place, 1);
+    ++group_generation[name];
+    any = true;
   }
   return any;
 }
@@ -477,12 +704,14 @@ std::string run_block_on_fibers(std::uint64_t block, Random& random) {
   std::vector<unsigned> order(block_threads);
   std::iota(order.begin(), order.end(), 0u);
   for (unsigned t = 0; t < block_threads; ++t) fibers[t].state = State::ready;
+  copies.assign(block_threads, {});
   sync_release(&block_start_sync);
   for (;;) {
     random.shuffle(order);  // no order of the threads between two barriers is promised
     for (const unsigned thread : order) {
       if (fibers[thread].state != State::ready) continue;
       run_fiber(thread);
+      if (!fault_text.empty()) return fault_text;
       if (faulted) {
         return "thread " + std::to_string(thread) + " of block " + std::to_string(block) + " was stopped by " +
                strsignal(faulted) + "; the build 'address' says where";
@@ -491,7 +720,7 @@ std::string run_block_on_fibers(std::uint64_t block, Random& random) {
     const bool all_done =
         std::all_of(fibers.begin(), fibers.end(), [](const Fiber& fiber) { return fiber.state == State::done; });
     if (all_done) break;
-    if (!finish_warp_operations() && !finish_block_barrier()) return explain_stall(block);
+    if (!finish_warp_operations() && !finish_group_barriers() && !finish_block_barrier()) return explain_stall(block);
   }
   sync_acquire(&block_end_sync);
   return {};
@@ -504,7 +733,8 @@ std::string run_block_on_fibers(std::uint64_t block, Random& random) {
 namespace {
 
 struct Meeting {
-  explicit Meeting(unsigned members) : barrier(members) {}
+  explicit Meeting(unsigned count) : members(count), barrier(count) {}
+  unsigned members;
   std::barrier<> barrier;
   std::uint64_t values[kWarp] = {};
 };
@@ -518,6 +748,13 @@ struct ThreadBlock {
   std::barrier<> barrier;
   std::vector<int> predicates;
   std::vector<std::unique_ptr<Meeting>> warps;
+  struct Group {
+    unsigned threads = 0, arrived = 0;
+    std::uint64_t generation = 0;
+  };
+  std::mutex groups_guard;
+  std::condition_variable groups_changed;
+  Group groups[kGroups];
 
   int wait(const Place& place, Reduction reduction, int predicate) {
     predicates[current] = predicate;
@@ -536,10 +773,40 @@ struct ThreadBlock {
     warp.barrier.arrive_and_wait();
     return result;
   }
+  void exchange_matrices(const Place& place, Combine combine) {
+    Meeting& warp = *warps[current / kWarp];
+    if (warp.members != kWarp) stop(place, "its warp has not all 32 lanes");
+    warp.barrier.arrive_and_wait();
+    if (current % kWarp == 0) {
+      combine(matrices[current / kWarp]);
+      record(place, 1);
+    }
+    warp.barrier.arrive_and_wait();
+  }
+  void wait_for_group(const Place& place, unsigned name, unsigned threads) {
+    std::unique_lock<std::mutex> guard(groups_guard);
+    Group& group = groups[name];
+    if (group.arrived && group.threads != threads) {
+      guard.unlock();
+      stop(place, "threads disagree on how many a named barrier waits for");
+    }
+    group.threads = threads;
+    const std::uint64_t generation = group.generation;
+    if (++group.arrived == threads) {
+      group.arrived = 0;
+      ++group.generation;
+      record(place, 1);
+      groups_changed.notify_all();
+    } else if (!groups_changed.wait_for(guard, kPatience, [&] { return group.generation != generation; })) {
+      guard.unlock();
+      stop(place, "a named barrier was not reached by exactly the threads that it waits for");
+    }
+  }
 };
 
 void run_block_on_threads() {
   ThreadBlock state(block_threads);
+  copies.assign(block_threads, {});
   const Index block = blockIdx;
   std::vector<std::thread> threads;
   for (unsigned t = 0; t < block_threads; ++t) {
@@ -550,7 +817,10 @@ void run_block_on_threads() {
       blockIdx = block;
       blockDim = launch->block;
       gridDim = launch->grid;
-      call_kernel();
+      try {
+        call_kernel();
+      } catch (const Fault&) {
+      }
       state.warps[t / kWarp]->barrier.arrive_and_drop();
       state.barrier.arrive_and_drop();
     });
@@ -622,6 +892,135 @@ std::uint64_t warp_exchange(const Place& place, unsigned mask, std::uint64_t bit
   return self.received;
 }
 
+// ---- PTX primitives
+
+namespace {
+
+constexpr unsigned kAllLanes = 0xffffffffu;
+
+// Returns when all 32 lanes have given and what they take has been formed. Orders no memory, as the hardware does not.
+void exchange_matrices(const Place& place, Combine combine) {
+  if (on_threads) return on_threads->exchange_matrices(place, combine);
+  Fiber& self = fibers[current];
+  self.place = place;
+  self.mask = kAllLanes;
+  self.combine = combine;
+  self.state = State::at_warp_operation;
+  to_scheduler();
+}
+
+Matrices& own_matrices() { return matrices[current / kWarp]; }
+
+bool is_aligned(const void* address, unsigned bytes) { return reinterpret_cast<std::uintptr_t>(address) % bytes == 0; }
+
+void check_shared(const Place& place, const void* address, unsigned bytes) {
+  const auto first = reinterpret_cast<std::uintptr_t>(address);
+  if (!is_shared(first) || !is_shared(first + bytes - 1)) {
+    stop(place, "its " + std::to_string(bytes) + " bytes are not all in the block's shared memory");
+  }
+}
+
+}  // namespace
+
+unsigned pack_halves(float low, float high) { return to_half(low) | to_half(high) << 16; }
+float unpack_half(unsigned bits) { return from_half(static_cast<std::uint16_t>(bits)); }
+
+float fast_exp2(float x) {
+  if (count) count(kExponential);
+  const float power = std::exp2(x);
+  return power < 0x1p-126f ? 0.0f : power;
+}
+
+void check_row(const Place& place, const void* row) {
+  if (!is_aligned(row, 16)) stop(place, "the address of its row is not a multiple of 16 bytes");
+  check_shared(place, row, 16);
+  if (count_matrix_row) count_matrix_row();
+}
+
+void exchange_rows(const Place& place, unsigned* m, const void* row, bool transposed) {
+  Matrices& warp = own_matrices();
+  const unsigned lane = current % kWarp;
+  std::memcpy(warp.given[lane].words, row, 16);
+  exchange_matrices(place, transposed ? give_columns : give_rows);
+  std::memcpy(m, warp.taken[lane].words, 16);
+}
+
+unsigned transpose_matrix(const Place& place, unsigned m) {
+  Matrices& warp = own_matrices();
+  const unsigned lane = current % kWarp;
+  warp.given[lane].words[0] = m;
+  exchange_matrices(place, transpose);
+  return warp.taken[lane].words[0];
+}
+
+void multiply_matrices(const Place& place, void* d, const unsigned* a, unsigned b0, unsigned b1, bool add) {
+  Matrices& warp = own_matrices();
+  const unsigned lane = current % kWarp;
+  if (lane == 0 && count) count(kMma);
+  Lane& given = warp.given[lane];
+  std::memcpy(given.words, a, 16);
+  given.words[4] = b0;
+  given.words[5] = b1;
+  if (add) {
+    std::memcpy(given.sums, d, 16);
+  } else {
+    std::memset(given.sums, 0, 16);
+  }
+  exchange_matrices(place, multiply);
+  std::memcpy(d, warp.taken[lane].words, 16);
+}
+
+void check_copy(const Place& place, const void* shared, const void* global, unsigned bytes) {
+  const std::string wanted = "is not a multiple of " + std::to_string(bytes) + " bytes";
+  if (!is_aligned(shared, bytes)) stop(place, "the shared address " + wanted);
+  if (!is_aligned(global, bytes)) stop(place, "the global address " + wanted);
+  check_shared(place, shared, bytes);
+}
+
+void begin_copy(void* shared, const void* content, unsigned bytes) {
+  Copies& mine = copies[current];
+  Copy copy{shared, bytes, mine.groups, {}};
+  std::memcpy(copy.content, content, bytes);
+  mine.all.push_back(copy);
+}
+
+void commit_copies() { ++copies[current].groups; }
+
+const Copy* next_copy(const Place& place, unsigned pending) {
+  if (is_ignored(place)) return nullptr;
+  Copies& mine = copies[current];
+  if (mine.delivered < mine.all.size()) {
+    const Copy& copy = mine.all[mine.delivered];
+    if (copy.group + std::uint64_t(pending) >= mine.groups) return nullptr;
+    ++mine.delivered;
+    return &copy;
+  }
+  mine.all.clear();
+  mine.delivered = 0;
+  return nullptr;
+}
+
+void deliver(const Copy& copy) { std::memcpy(copy.to, copy.content, copy.bytes); }
+
+void group_barrier(const Place& place, int name, int threads) {
+  if (is_ignored(place)) return;
+  if (name < 1 || name >= int(kGroups)) stop(place, "its name is " + std::to_string(name) + "; legal: 1 to 15");
+  if (threads < 1 || threads % int(kWarp) != 0 || unsigned(threads) > block_threads) {
+    stop(place, "it waits for " + std::to_string(threads) + " threads; legal: multiples of 32, up to the block's " +
+                    std::to_string(block_threads));
+  }
+  if (on_threads) return on_threads->wait_for_group(place, unsigned(name), unsigned(threads));
+  Fiber& self = fibers[current];
+  char* const sync = &group_barrier_sync[name][group_generation[name] % 2];
+  self.place = place;
+  self.group_name = unsigned(name);
+  self.group_threads = unsigned(threads);
+  self.state = State::at_group_barrier;
+  sync_release(sync);
+  to_scheduler();
+  sync_acquire(sync);
+}
+
 }  // namespace emulator
 
 // ---- what the host calls
@@ -641,6 +1040,8 @@ int emulator_launch(void (*entry)(), const Launch* wanted, const Argument* given
   points.clear();
   warp_generation.assign((block_threads + kWarp - 1) / kWarp, 0);
   warp_barrier_sync.assign(2 * warp_generation.size(), 0);
+  matrices.assign(warp_generation.size(), {});
+  fault_text.clear();
   void* memory = nullptr;
   // Exactly as many bytes as the launch asks for: AddressSanitizer guards both ends.
   if (posix_memalign(&memory, 128, std::max<std::size_t>(launch->shared_bytes, 1))) std::abort();
@@ -667,6 +1068,8 @@ int emulator_launch(void (*entry)(), const Launch* wanted, const Argument* given
     poison_shared();
     if (launch->on_threads) {
       run_block_on_threads();
+      stalled = fault_text;
+      if (!stalled.empty()) break;
     } else {
       if (count_begin_block) count_begin_block();
       stalled = run_block_on_fibers(block, random);

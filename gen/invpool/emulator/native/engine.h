@@ -38,6 +38,8 @@ void count_begin_launch() __attribute__((weak));
 void count_begin_block() __attribute__((weak));
 void count_end_block() __attribute__((weak));
 void count_barrier() __attribute__((weak));
+void count(Operation operation) __attribute__((weak));
+void count_matrix_row() __attribute__((weak));  // the calling thread's next access is a row that ldmatrix takes
 int count_report(char* text, std::uint64_t room) __attribute__((weak));
 
 }  // namespace emulator
