@@ -138,6 +138,16 @@ T __shfl_xor_sync(unsigned mask, T value, int flip, int width = warpSize, EMULAT
   return emulator::shuffle({"__shfl_xor_sync", file, line}, mask, value, inside ? other : own);
 }
 
+// ---- votes
+
+inline int __any_sync(unsigned mask, int predicate, EMULATOR_CALLER) {
+  int any = 0;
+  for (unsigned source = 0; source < unsigned(warpSize); ++source) {
+    if (mask >> source & 1) any |= emulator::shuffle({"__any_sync", file, line}, mask, predicate != 0, source);
+  }
+  return any;
+}
+
 // ---- PTX primitives
 //
 // What the emulated bodies of templates/include/primitives.cuh call. A primitive that is not there yet gets its wrapper

@@ -1,0 +1,230 @@
+"""``one_pass_mma``: scores on tensor cores, each pair of variates once; items that fit shared memory; sm_80 and up."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar, Final, Literal
+
+from invpool.abi import Direction
+from invpool.algorithms.base import Algorithm, Launch, Plan, min_blocks
+from invpool.cost import Cost
+from invpool.gpu import WARP, Gpu
+from invpool.layout import Region, SharedLayout
+from invpool.spec import PoolSpec
+
+_ROW_BLOCKS: Final = (1, 2, 4)
+_COLUMNS: Final = (16, 32)
+_ITEMS: Final = (1, 2, 4, 8)
+_REGISTERS: Final = (64, 80, 96, 128, 168, 255)
+_MOST_STRIPS: Final = 16
+_OLDEST: Final = 80
+_STAGE_LANES: Final = 8
+# Steps up to which a strip's operand is kept in registers.
+_KEPT_STEPS: Final = 32
+
+
+def _padded(count: int, unit: int = 16) -> int:
+    return -(-count // unit) * unit
+
+
+@dataclasses.dataclass(frozen=True)
+class MmaPlan(Plan):
+    """Knobs of ``one_pass_mma``.
+
+    Attributes:
+        row_blocks: blocks of 16 rows that a warp owns; an item has as many warps as that makes.
+        columns: columns of a tile of scores.
+        items: items of a block, one a warp: for few variates.
+        prefetch: whether an item is fetched while the one before it is computed.
+        registers: registers a thread may have; fewer let more blocks share an SM.
+        most_blocks: blocks of a launch at most, each of which goes from item to item; set for the GPU.
+    """
+
+    row_blocks: int = 2
+    columns: int = 16
+    items: int = 1
+    prefetch: bool = True
+    registers: int = 128
+    most_blocks: int | None = None
+
+
+class OnePassMma(Algorithm[MmaPlan]):
+    name: ClassVar[str] = "one_pass_mma"
+    summary: ClassVar[str] = "tensor cores on half of the scores, items whole in shared memory, no scratch in DRAM"
+    extra_state: ClassVar[Literal["attn", "lse_low"] | None] = "lse_low"
+    always_keeps_out_acc: ClassVar[bool] = True
+    plan_type = MmaPlan
+
+    def candidates(self, spec: PoolSpec, direction: Direction) -> Iterator[MmaPlan]:
+        columns = _COLUMNS if direction == "forward" else _COLUMNS[:1]
+        for knobs in itertools.product(_ROW_BLOCKS, columns, _ITEMS, (True, False), _REGISTERS):
+            yield MmaPlan(direction, *knobs)
+
+    def fitted(self, spec: PoolSpec, plan: MmaPlan, gpu: Gpu) -> MmaPlan:
+        launch = self.launch(spec, plan)
+        return dataclasses.replace(
+            plan, most_blocks=gpu.wave(launch.threads, launch.shared_bytes, self._registers(spec, plan))
+        )
+
+    def reject(self, spec: PoolSpec, plan: MmaPlan, gpu: Gpu) -> str | None:
+        if spec.dtype == "float64":
+            return "tensor cores here multiply fp16 numbers, of which two make a float32; float64 wants another algorithm"
+        if int(gpu.arch.removeprefix("sm_")) < _OLDEST:
+            return f"needs sm_{_OLDEST} or newer; {gpu.name} is {gpu.arch}"
+        columns = _COLUMNS if plan.direction == "forward" else _COLUMNS[:1]
+        for name, legal in (
+            ("row_blocks", _ROW_BLOCKS),
+            ("columns", columns),
+            ("items", _ITEMS),
+            ("registers", _REGISTERS),
+            ("prefetch", (True, False)),
+        ):
+            value = plan.knobs[name]
+            if value not in legal or isinstance(value, bool) != (name == "prefetch"):
+                return f"{name} is {value!r}; legal: {', '.join(map(str, legal))}"
+        if plan.most_blocks is not None and plan.most_blocks < 1:
+            return f"most_blocks is {plan.most_blocks}; it must be at least 1"
+        rows = 16 * plan.row_blocks
+        if plan.columns > rows:
+            return f"a tile of {plan.columns} columns for strips of {rows} rows; lower columns or raise row_blocks"
+        if plan.row_blocks > 1 and rows // 2 >= _padded(spec.H):
+            return f"strips of {rows} rows for {spec.H} variates; lower row_blocks"
+        strips = self.strips(spec, plan)
+        if strips > _MOST_STRIPS:
+            return f"{strips} strips of {rows} rows, one a warp; legal: at most {_MOST_STRIPS}; raise row_blocks"
+        if plan.items > 1 and strips > 1:
+            return f"items share a block only where a warp holds one; {spec.H} variates take {strips} warps"
+        shared = self.launch(spec, plan).shared_bytes
+        if shared > gpu.shared_per_block:
+            return (
+                f"needs {shared} bytes of shared memory a block, {gpu.name} has {gpu.shared_per_block}; "
+                "lower items, set prefetch=False, or take an algorithm that does not hold an item whole"
+            )
+        needed = self._least_registers(spec, plan)
+        if needed > plan.registers:
+            return f"needs about {needed} registers a thread, the plan allows {plan.registers}"
+        if plan.registers * self.launch(spec, plan).threads > gpu.registers_per_sm:
+            return f"{plan.registers} registers for {self.launch(spec, plan).threads} threads; lower registers"
+        return None
+
+    @staticmethod
+    def strips(spec: PoolSpec, plan: MmaPlan) -> int:
+        """Strips of rows, each with a warp."""
+        return -(-spec.H // (16 * plan.row_blocks))
+
+    @staticmethod
+    def parts(spec: PoolSpec) -> int:
+        """fp16 numbers that make up a staged one."""
+        return 2 if spec.dtype == "float32" and spec.precision == "exact" else 1
+
+    def layout(self, spec: PoolSpec, plan: MmaPlan) -> SharedLayout:
+        """Of one item; a block has ``items`` of them."""
+        strips = self.strips(spec, plan)
+        rows, steps = strips * 16 * plan.row_blocks, _padded(spec.K)
+        across, down = (steps, rows) if spec.layout == "bhk" else (rows, steps)
+        # In float32 words, as the other regions: 16 bytes of padding a row of a plane.
+        plane = down * (2 * across + 16) // 4
+        regions = [("Planes", self.parts(spec) * plane, self.parts(spec) * down * 4)]
+        mirrored = max(1, strips // 2)
+        if plan.direction == "forward":
+            regions += [("Weights", 2 * rows, 0), ("Sums", 2 * rows, 0), ("Partials", 2 * rows * mirrored, 0)]
+        else:
+            regions += [(name, rows, 0) for name in ("Gain", "Pooled", "Lse", "Low")]
+            regions += [("Pulled", rows * mirrored, 0)]
+            regions += [("Gathered", rows * self.gathered_stride(spec) if strips > 1 else 0, 0)]
+        regions += [("Mean", rows, 0), ("Offset", rows, 0), ("Room", _padded(2 * strips, 4), 0)]
+        if plan.prefetch:
+            regions.append(("Fetched", -(-spec.H * spec.K * spec.element_bytes // 16) * 4, 0))
+        return SharedLayout.pack(4, [region for region in regions if region[1]])
+
+    @staticmethod
+    def gathered_stride(spec: PoolSpec) -> int:
+        """Words between rows of what is gathered for other strips: 8 modulo 32 keeps four rows on different banks."""
+        return _padded(spec.K, 32) + 8
+
+    def launch(self, spec: PoolSpec, plan: MmaPlan) -> Launch:
+        threads = WARP * self.strips(spec, plan) * plan.items
+        shared = plan.items * self._item_bytes(spec, plan)
+        return Launch(threads, shared, plan.items, 1, plan.most_blocks)
+
+    def _item_bytes(self, spec: PoolSpec, plan: MmaPlan) -> int:
+        return _padded(self.layout(spec, plan).bytes)
+
+    def _rows_kept(self, spec: PoolSpec) -> bool:
+        return _padded(spec.K) <= _KEPT_STEPS
+
+    def _least_registers(self, spec: PoolSpec, plan: MmaPlan) -> int:
+        parts, blocks, steps = self.parts(spec), plan.row_blocks, _padded(spec.K)
+        operand = parts * blocks * 4 * (steps // 16 if self._rows_kept(spec) else 1)
+        scores = blocks * plan.columns // 2
+        if plan.direction == "forward":
+            return 24 + operand + scores + 8 * blocks
+        return 32 + operand + 8 + 10 * blocks + blocks * steps // 2 + steps // 2
+
+    def _registers(self, spec: PoolSpec, plan: MmaPlan) -> int:
+        return plan.registers
+
+    def promises_no_spills(self, spec: PoolSpec, plan: MmaPlan) -> bool:
+        return False  # ptxas decides near the cap
+
+    def _stage_lanes(self, spec: PoolSpec, plan: MmaPlan) -> int:
+        """Lanes that stage a variate (or a pack of them) together: all threads are to have work."""
+        threads = WARP * self.strips(spec, plan)
+        width = self._width(spec)
+        bundles = spec.H if spec.layout == "bhk" else -(-spec.H // width)
+        turns = -(-spec.K // width) if spec.layout == "bhk" else spec.K
+        lanes, coalesced = 1, spec.layout == "bhk" and not plan.prefetch
+        while lanes < _STAGE_LANES and 2 * lanes <= turns and (coalesced or 2 * lanes * bundles <= threads):
+            lanes *= 2
+        return lanes
+
+    @staticmethod
+    def _width(spec: PoolSpec) -> int:
+        """Elements that staging reads at once."""
+        width, along = 16 // spec.element_bytes, spec.K if spec.layout == "bhk" else spec.H
+        while along % width:
+            width //= 2
+        return width
+
+    def cost(self, spec: PoolSpec, plan: MmaPlan, gpu: Gpu, batch: int) -> Cost:
+        launch = self.launch(spec, plan)
+        blocks = launch.blocks(batch)
+        rows = self.strips(spec, plan) * 16 * plan.row_blocks
+        scores = rows * rows / 2
+        traffic = spec.least_bytes(plan.direction, batch) + batch * spec.H * 12
+        backward = plan.direction == "backward"
+        return Cost(
+            fma=round(batch * (scores * (13 if backward else 7) + spec.H * spec.K * 8)),
+            fp64=False,
+            mufu=round(batch * scores),
+            dram_bytes=traffic,
+            scratch_bytes=0,
+            shared_wavefronts=0,
+            global_wavefronts=0,
+            shared_bytes=launch.shared_bytes,
+            threads=launch.threads,
+            blocks=blocks,
+            registers=plan.registers,
+            tasks=launch.tasks(batch),
+        )
+
+    def context(self, spec: PoolSpec, plan: MmaPlan) -> Mapping[str, Any]:
+        launch = self.launch(spec, plan)
+        return {
+            "min_blocks": min_blocks(launch.threads, plan.registers),
+            "items": plan.items,
+            "item_bytes": self._item_bytes(spec, plan),
+            "parts": self.parts(spec),
+            "row_blocks": plan.row_blocks,
+            "columns": plan.columns,
+            "strips": self.strips(spec, plan),
+            "rows_kept": self._rows_kept(spec),
+            "prefetch": plan.prefetch,
+            "stage_lanes": self._stage_lanes(spec, plan),
+            "gathered_stride": self.gathered_stride(spec),
+        }
+
+
+ALGORITHM: Final = OnePassMma()
