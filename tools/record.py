@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import platform
@@ -21,6 +22,7 @@ def _said(*words: str) -> str:
         return ""
 
 
+@functools.cache
 def environment() -> dict[str, Any]:
     """GPU, driver, CUDA, torch, Python, commit (``$INVPOOL_COMMIT`` where the tree has no git) and date."""
     import torch
@@ -43,8 +45,9 @@ def environment() -> dict[str, Any]:
     }
 
 
-def write_result(path: Path, data: dict[str, Any]) -> None:
-    """Writes ``{"environment": ..., **data}`` as JSON."""
+def write_result(path: Path, data: dict[str, Any], *, quiet: bool = False) -> None:
+    """Writes ``{"environment": ..., **data}`` as JSON, and says so unless it is to be quiet."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"environment": environment(), **data}, indent=1) + "\n", encoding="utf-8")
-    print(f"wrote {path}")
+    if not quiet:
+        print(f"wrote {path}")
