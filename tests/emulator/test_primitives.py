@@ -310,11 +310,15 @@ def test_illegal_operands_are_named(call: str, why: str, build: str) -> None:
         assert f"{name} at kernel.cu:{line_of(body, call)}: {why}" in str(caught.value)
 
 
-@pytest.mark.parametrize("call", ["copy_async<16>(tile, x + 1)", "group_barrier(1, 1024)"])
-def test_illegal_operands_are_named_on_threads_too(call: str) -> None:
-    body = f"  __shared__ __align__(16) float tile[64];\n  tile[t] = 0;\n  if (t == 9) {call};\n  __syncthreads();\n"
-    with pytest.raises(EmulationError, match="thread 9 of block 0 was stopped in "):
-        run(body, FLOATS, [NUMBERS, NUMBERS.copy()], 64, engine="threads")
+@every_run
+def test_illegal_operands_are_named_in_every_run(how: dict) -> None:
+    body = """  __shared__ __align__(16) float tile[64];
+  tile[t] = 0;
+  if (t == 9) copy_async<16>(tile, x + 1);
+  __syncthreads();
+"""
+    with pytest.raises(EmulationError, match="thread 9 of block 0 was stopped in copy_async at"):
+        run(body, FLOATS, [NUMBERS, NUMBERS.copy()], 64, **how)
 
 
 def test_copies_out_of_bounds_are_found() -> None:
@@ -460,8 +464,9 @@ def test_a_group_barrier_does_not_order_another_group() -> None:
         ("group_barrier(1, 64)", "a named barrier was not reached by exactly the threads that it waits for"),
         ("if (t < 96) group_barrier(1, 128)", "a named barrier was not reached by exactly the threads that it waits"),
         ("if (t != 70) group_barrier(1 + t / 64, 64)", "a named barrier was not reached by exactly the threads that"),
+        ("if (t % 64 < 16) group_barrier(1, 32)", "a named barrier was not reached by exactly the threads that"),
     ],
-    ids=["different counts", "too many", "a warp is missing", "a thread is missing"],
+    ids=["different counts", "too many", "a warp is missing", "a thread is missing", "parts of warps"],
 )
 def test_a_group_barrier_that_cannot_be_completed_is_named(call: str, heading: str, build: str) -> None:
     body = f"  {call};\n  out[t] = 0;\n"

@@ -651,12 +651,15 @@ bool finish_group_barriers() {
     const std::vector<unsigned>& waiting = groups[name];
     if (waiting.empty()) continue;
     const unsigned threads = fibers[waiting.front()].group_threads;
-    const bool agree = std::all_of(waiting.begin(), waiting.end(), [&](unsigned t) {
-      const Fiber& first = fibers[t / kWarp * kWarp];
-      return fibers[t].group_threads == threads && first.state == State::at_group_barrier &&
-             first.group_name == name && same_place(fibers[t].place, first.place);
-    });
-    if (!agree || waiting.size() != threads) continue;
+    if (waiting.size() != threads) continue;
+    bool complete = true;
+    for (std::size_t i = 0; i < threads; ++i) {
+      const unsigned first = waiting[i / kWarp * kWarp];
+      const Fiber& fiber = fibers[waiting[i]];
+      complete &= first % kWarp == 0 && waiting[i] == first + i % kWarp && fiber.group_threads == threads &&
+                  same_place(fiber.place, fibers[first].place);
+    }
+    if (!complete) continue;
     std::vector<Place> places;
     for (const unsigned t : waiting) {
       const Place& place = fibers[t].place;
@@ -715,7 +718,10 @@ std::string run_block_on_fibers(std::uint64_t block, Random& random) {
     for (const unsigned thread : order) {
       if (fibers[thread].state != State::ready) continue;
       run_fiber(thread);
-      if (!fault_text.empty()) return fault_text;
+      if (!fault_text.empty()) {
+        sync_acquire(&block_end_sync);  // the text was made by the thread that has ended
+        return fault_text;
+      }
       if (faulted) {
         return "thread " + std::to_string(thread) + " of block " + std::to_string(block) + " was stopped by " +
                strsignal(faulted) + "; the build 'address' says where";
