@@ -480,6 +480,86 @@ def test_counts_that_differ_are_named_on_threads() -> None:
         in_groups("  if (t < 64) group_barrier(1, t < 32 ? 32 * 2 : 32 * 3);\n", engine="threads")
 
 
+# ---- all of them together: c = a b^T of each item, 64x64 each, in two stages
+
+PIPELINE = """  constexpr int kStride = 24;  // numbers from one row of 16 to the next: eight rows lie in different banks
+  __shared__ __align__(16) unsigned short as[2][64 * kStride], bs[2][64 * kStride];
+  const unsigned short* a = a_all + 64 * 64 * blockIdx.x;
+  const unsigned short* b = b_all + 64 * 64 * blockIdx.x;
+  const auto load = [&](int step) {
+    const int row = t / 2, piece = t % 2 * 8;
+    copy_async<16>(as[step % 2] + kStride * row + piece, a + 64 * row + 16 * step + piece);
+    copy_async<16>(bs[step % 2] + kStride * row + piece, b + 64 * row + 16 * step + piece);
+    commit_copies();
+  };
+  float d[8][4];
+  const int warp = t / 32, lane = t % 32;
+  load(0);
+  for (int step = 0; step < 4; ++step) {
+    if (step < 3) {
+      load(step + 1);
+      wait_copies<1>();
+    } else {
+      wait_copies<0>();
+    }
+    group_barrier(1, 128);
+    Halves left[4];
+    load_matrices(left, as[step % 2] + kStride * (16 * warp + lane % 16) + lane / 16 * 8);
+    for (int n = 0; n < 8; n += 2) {
+      Halves right[4];
+      load_matrices(right, bs[step % 2] + kStride * (8 * n + lane % 8 + lane / 16 * 8) + lane / 8 % 2 * 8);
+      for (int i = 0; i < 2; ++i) {
+        if (step == 0) {
+          multiply(d[n + i], left, right[2 * i], right[2 * i + 1]);
+        } else {
+          multiply_add(d[n + i], left, right[2 * i], right[2 * i + 1]);
+        }
+      }
+    }
+    group_barrier(1, 128);
+  }
+  float* c = c_all + 64 * 64 * blockIdx.x + 64 * (16 * warp + lane / 4) + 2 * (lane % 4);
+  for (int n = 0; n < 8; ++n) {
+    for (int i = 0; i < 4; ++i) c[8 * n + i % 2 + i / 2 * 8 * 64] = d[n][i];
+  }
+"""
+PIPELINE_PARAMETERS = "const unsigned short* a_all, const unsigned short* b_all, float* c_all"
+
+
+def product(**how: Any) -> tuple[np.ndarray, Launched]:
+    """What c should be, and the launch."""
+    draw = np.random.default_rng(0)
+    a, b = (draw.standard_normal((3, 64, 64)).astype(np.float16) for _ in range(2))
+    options = {name: how.pop(name) for name in tuple(how) if name not in ("build", "portable_switch")}
+    arguments = [a.view(np.uint16), b.view(np.uint16), Output((3, 64, 64), np.float32)]
+    launched = kernel(PIPELINE, PIPELINE_PARAMETERS, **how).launch(3, 128, 0, arguments, **options)
+    return a.astype(np.float64) @ b.astype(np.float64).transpose(0, 2, 1), launched
+
+
+@every_run
+def test_a_pipelined_product(how: dict) -> None:
+    want, launched = product(**how, orders=2)
+    np.testing.assert_allclose(launched.outputs[0], want, rtol=1e-6, atol=1e-5)
+
+
+def test_a_pipelined_product_is_counted() -> None:
+    counters = product(build="count")[1].counters
+    assert counters is not None
+    assert counters.operations.mma == 3 * 4 * 4 * 8
+    # A warp and step: a once and b four times, in four passes; two copies, eight lanes' in two, as their four rows of
+    # 32 bytes, 48 apart, meet in a bank.
+    assert counters.shared.reads == 3 * 4 * 128 * 5
+    assert counters.shared_wavefronts == 3 * 4 * 4 * (5 * 4 + 2 * 4 * 2)
+
+
+@pytest.mark.parametrize("point", range(2))
+def test_a_barrier_that_is_missing_in_a_pipeline_is_a_race(point: int) -> None:
+    lines = [number for number, line in enumerate(PIPELINE.splitlines(), 1) if "group_barrier" in line]
+    first = line_of(PIPELINE, "group_barrier")
+    with pytest.raises(SanitizerError, match="ThreadSanitizer: data race"):
+        product(build="thread", ignore_line=first + lines[point] - lines[0])
+
+
 # ---- counting
 
 
