@@ -482,7 +482,7 @@ def test_counts_that_differ_are_named_on_threads() -> None:
 
 # ---- all of them together: c = a b^T of each item, 64x64 each, in two stages
 
-PIPELINE = """  constexpr int kStride = 24;  // numbers from one row of 16 to the next: eight rows lie in different banks
+PIPELINE = """  constexpr int kStride = 24;  // numbers from a row of 16 to the next: eight rows lie in different banks
   __shared__ __align__(16) unsigned short as[2][64 * kStride], bs[2][64 * kStride];
   const unsigned short* a = a_all + 64 * 64 * blockIdx.x;
   const unsigned short* b = b_all + 64 * 64 * blockIdx.x;
