@@ -14,7 +14,7 @@ using Halves = unsigned;
 
 #ifdef __CUDACC__
 
-// Computing is not volatile: the compiler may move it about. Whatever touches memory stays behind the barrier before it.
+// Computing is not volatile: the compiler may move it about. What touches memory stays where it is between barriers.
 
 __device__ inline unsigned shared_address(const void* pointer) {
   return static_cast<unsigned>(__cvta_generic_to_shared(pointer));

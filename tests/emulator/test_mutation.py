@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -12,9 +13,11 @@ import pytest
 from emulator.pools import default_choice
 from invpool.algorithms import ALGORITHMS
 from invpool.emulator.pool import EmulatedPool
+from invpool.render import inline_header
 from invpool.spec import PoolSpec
 
 REPO = Path(__file__).parents[2]
+POINTS = runpy.run_path(str(REPO / "tools" / "mutation.py"))["points"]
 
 
 def test_the_record_has_every_synchronisation_point() -> None:
@@ -24,10 +27,16 @@ def test_the_record_has_every_synchronisation_point() -> None:
     for algorithm in ALGORITHMS:
         for direction, source in EmulatedPool(spec, default_choice(spec, algorithm)).sources.items():
             rows = [r for r in record["rows"] if (r["algorithm"], r["direction"]) == (algorithm, direction)]
-            operations = [
-                line.partition("__sync")[2].partition("(")[0] for line in source.splitlines() if "__sync" in line
-            ]
-            assert ["__sync" + name for name in operations] == [row["operation"] for row in rows]
+            assert [operation for _, operation in POINTS(source)] == [row["operation"] for row in rows]
+
+
+def test_points_are_calls_and_no_definitions() -> None:
+    assert POINTS(inline_header("include/primitives.cuh")) == []
+    source = (
+        "wait_copies<1>();\n__syncthreads();  // group_barrier(1, 64)\ngroup_barrier(1, 64);\n  if (t) __syncwarp();"
+    )
+    operations = [(1, "wait_copies"), (2, "__syncthreads"), (3, "group_barrier"), (4, "__syncwarp")]
+    assert POINTS(source) == operations
 
 
 @pytest.mark.slow

@@ -67,7 +67,7 @@ class Counters:
         arguments: traffic of each argument, in the kernel's order; zeros where it is not memory.
         shared_wavefronts: passes over the 32 banks, by the rule of :func:`invpool.layout.wavefronts`.
         global_wavefronts: 128-byte lines touched, summed over the warps' instructions.
-        barriers: block barriers that blocks went through.
+        barriers: block barriers that blocks went through; not named ones, which are among the launch's points.
     """
 
     operations: Operations

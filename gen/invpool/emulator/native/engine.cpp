@@ -158,7 +158,10 @@ struct Random {  // splitmix64
   }
   template <class T>
   void shuffle(std::vector<T>& items) {
-    for (std::size_t left = items.size(); left > 1; --left) std::swap(items[left - 1], items[next() % left]);
+    // The high half of a product, since a remainder takes as long as a switch of fibers.
+    for (std::size_t left = items.size(); left > 1; --left) {
+      std::swap(items[left - 1], items[static_cast<std::size_t>(static_cast<unsigned __int128>(next()) * left >> 64)]);
+    }
   }
 };
 
@@ -639,20 +642,24 @@ bool finish_warp_operations() {
 // Lets those go on who are as many at a named barrier as it waits for: whole warps, each at one place. Returns whether
 // any did.
 bool finish_group_barriers() {
+  std::vector<unsigned> groups[kGroups];
+  for (unsigned t = 0; t < block_threads; ++t) {
+    if (fibers[t].state == State::at_group_barrier) groups[fibers[t].group_name].push_back(t);
+  }
   bool any = false;
   for (unsigned name = 1; name < kGroups; ++name) {
-    std::vector<unsigned> waiting;
-    for (unsigned t = 0; t < block_threads; ++t) {
-      if (fibers[t].state == State::at_group_barrier && fibers[t].group_name == name) waiting.push_back(t);
-    }
+    const std::vector<unsigned>& waiting = groups[name];
     if (waiting.empty()) continue;
     const unsigned threads = fibers[waiting.front()].group_threads;
-    const bool agree = std::all_of(waiting.begin(), waiting.end(), [&](unsigned t) {
-      const Fiber& first = fibers[t / kWarp * kWarp];
-      return fibers[t].group_threads == threads && first.state == State::at_group_barrier &&
-             first.group_name == name && same_place(fibers[t].place, first.place);
-    });
-    if (!agree || waiting.size() != threads) continue;
+    if (waiting.size() != threads) continue;
+    bool complete = true;
+    for (std::size_t i = 0; i < threads; ++i) {
+      const unsigned first = waiting[i / kWarp * kWarp];
+      const Fiber& fiber = fibers[waiting[i]];
+      complete &= first % kWarp == 0 && waiting[i] == first + i % kWarp && fiber.group_threads == threads &&
+                  same_place(fiber.place, fibers[first].place);
+    }
+    if (!complete) continue;
     std::vector<Place> places;
     for (const unsigned t : waiting) {
       const Place& place = fibers[t].place;
@@ -711,7 +718,10 @@ std::string run_block_on_fibers(std::uint64_t block, Random& random) {
     for (const unsigned thread : order) {
       if (fibers[thread].state != State::ready) continue;
       run_fiber(thread);
-      if (!fault_text.empty()) return fault_text;
+      if (!fault_text.empty()) {
+        sync_acquire(&block_end_sync);  // the text was made by the thread that has ended
+        return fault_text;
+      }
       if (faulted) {
         return "thread " + std::to_string(thread) + " of block " + std::to_string(block) + " was stopped by " +
                strsignal(faulted) + "; the build 'address' says where";
@@ -755,6 +765,7 @@ struct ThreadBlock {
   std::mutex groups_guard;
   std::condition_variable groups_changed;
   Group groups[kGroups];
+  bool stopped = false;  // one of the threads: nobody need wait for it
 
   int wait(const Place& place, Reduction reduction, int predicate) {
     predicates[current] = predicate;
@@ -797,10 +808,18 @@ struct ThreadBlock {
       ++group.generation;
       record(place, 1);
       groups_changed.notify_all();
-    } else if (!groups_changed.wait_for(guard, kPatience, [&] { return group.generation != generation; })) {
+      return;
+    }
+    groups_changed.wait_for(guard, kPatience, [&] { return stopped || group.generation != generation; });
+    if (group.generation == generation) {
       guard.unlock();
       stop(place, "a named barrier was not reached by exactly the threads that it waits for");
     }
+  }
+  void give_up() {
+    const std::lock_guard<std::mutex> guard(groups_guard);
+    stopped = true;
+    groups_changed.notify_all();
   }
 };
 
@@ -820,6 +839,7 @@ void run_block_on_threads() {
       try {
         call_kernel();
       } catch (const Fault&) {
+        state.give_up();
       }
       state.warps[t / kWarp]->barrier.arrive_and_drop();
       state.barrier.arrive_and_drop();
@@ -897,6 +917,7 @@ std::uint64_t warp_exchange(const Place& place, unsigned mask, std::uint64_t bit
 namespace {
 
 constexpr unsigned kAllLanes = 0xffffffffu;
+constexpr std::size_t kMostDelivered = 256;
 
 // Returns when all 32 lanes have given and what they take has been formed. Orders no memory, as the hardware does not.
 void exchange_matrices(const Place& place, Combine combine) {
@@ -971,14 +992,19 @@ void multiply_matrices(const Place& place, void* d, const unsigned* a, unsigned 
 }
 
 void check_copy(const Place& place, const void* shared, const void* global, unsigned bytes) {
-  const std::string wanted = "is not a multiple of " + std::to_string(bytes) + " bytes";
-  if (!is_aligned(shared, bytes)) stop(place, "the shared address " + wanted);
-  if (!is_aligned(global, bytes)) stop(place, "the global address " + wanted);
+  if (!is_aligned(shared, bytes) || !is_aligned(global, bytes)) {
+    const std::string which = is_aligned(shared, bytes) ? "global" : "shared";
+    stop(place, "the " + which + " address is not a multiple of " + std::to_string(bytes) + " bytes");
+  }
   check_shared(place, shared, bytes);
 }
 
 void begin_copy(void* shared, const void* content, unsigned bytes) {
   Copies& mine = copies[current];
+  if (mine.delivered > kMostDelivered) {  // a kernel that always has some under way must not keep all of them
+    mine.all.erase(mine.all.begin(), mine.all.begin() + std::ptrdiff_t(mine.delivered));
+    mine.delivered = 0;
+  }
   Copy copy{shared, bytes, mine.groups, {}};
   std::memcpy(copy.content, content, bytes);
   mine.all.push_back(copy);
