@@ -7,7 +7,12 @@ __device__ inline void fetch_item(const Element* item, unsigned char* room, int 
   // A contiguous view may start at any element: the pointer is tested, not assumed.
   const auto address = reinterpret_cast<unsigned long long>(from);
   if (kBytes % 16 == 0 && address % 16 == 0) {
-    for (int at = 16 * thread; at < kBytes; at += 16 * kItemThreads) copy_async<16>(room + at, from + at);
+    constexpr int kStride = 16 * kItemThreads, kWhole = kBytes / kStride;
+    room += 16 * thread;
+    from += 16 * thread;
+#pragma unroll 8
+    for (int i = 0; i < kWhole; ++i) copy_async<16>(room + i * kStride, from + i * kStride);
+    if (kBytes % kStride != 0 && 16 * thread < kBytes % kStride) copy_async<16>(room + kWhole * kStride, from + kWhole * kStride);
   } else if (kBytes % 4 == 0 && address % 4 == 0) {
     for (int at = 4 * thread; at < kBytes; at += 4 * kItemThreads) copy_async<4>(room + at, from + at);
   } else {

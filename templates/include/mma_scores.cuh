@@ -28,19 +28,22 @@ struct RowOperand {
 
 // s[b][t] = <v_h, v_j> of blocks FIRST .. of the rows and N columns; `columns` is the lane's row of their first block.
 //
+// DIAGONAL: N is 16, and block r meets columns of its own, the 16 that lie r blocks after the first.
+//
 // SYMMETRIC: <v_h, v_j> and <v_j, v_h> are the same to the last bit, wherever a row meets a column. Weights that are
 // taken relative to forward's lse need that: where one score of 100 dominates, its last bit is 1e-5 of them.
-template <int FIRST, int BLOCKS, int N, bool SYMMETRIC = false>
+template <int FIRST, int BLOCKS, int N, bool SYMMETRIC = false, bool DIAGONAL = false>
 __device__ inline void form_scores(const RowOperand& rows, const unsigned char* columns, Scalar (&s)[BLOCKS][N / 8][4]) {
+  constexpr int kLoaded = DIAGONAL ? BLOCKS : N / 16;  // blocks of columns
   constexpr bool kApart = SYMMETRIC && kParts == 2;  // the two small products have sums of their own
   Scalar small[kApart ? 2 : 1][BLOCKS][N / 8][4];
 #pragma unroll(kRowsKept ? kStepsPadded / 16 : 1)
   for (int k = 0; k < kStepsPadded; k += 16) {
-    Halves b[kParts][N / 16][4], a[kParts][BLOCKS][4];
+    Halves b[kParts][kLoaded][4], a[kParts][BLOCKS][4];
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
 #pragma unroll
-      for (int t = 0; t < N / 16; ++t) load_by_steps(b[part][t], columns + part * kPlaneBytes + plane_at(16 * t, k));
+      for (int t = 0; t < kLoaded; ++t) load_by_steps(b[part][t], columns + part * kPlaneBytes + plane_at(16 * t, k));
 #pragma unroll
       for (int r = 0; r < BLOCKS; ++r) {
         if constexpr (kRowsKept) {
@@ -59,7 +62,8 @@ __device__ inline void form_scores(const RowOperand& rows, const unsigned char* 
       for (int r = 0; r < BLOCKS; ++r) {
 #pragma unroll
         for (int t = 0; t < N / 8; ++t) {
-          const Halves first = b[of_column][t / 2][t % 2], last = b[of_column][t / 2][t % 2 + 2];
+          const Halves(&column)[4] = b[of_column][DIAGONAL ? r : t / 2];
+          const Halves first = column[t % 2 * 2], last = column[t % 2 * 2 + 1];
           Scalar(&sum)[4] = *(kApart && product > 0 ? &small[kApart ? product - 1 : 0][r][t] : &s[r][t]);
           if (k == 0 && (kApart || product == kParts * 2 - 2)) {
             multiply(sum, a[of_row][r], first, last);

@@ -16,9 +16,14 @@ __device__ constexpr int plane_at(int h, int k) {
 }
 
 // What a lane adds to the place of a 16 x 16 block to find the row of it that it hands to load_matrices.
-// The four matrices are (first variates, first steps), (last, first), (first, last), (last, last).
-__device__ inline int lane_in_block(int lane) {
+// The four matrices are, for rows of scores, (first variates, first steps), (last, first), (first, last), (last, last);
+// for columns (first, first), (first, last), (last, first), (last, last): each operand then lies in registers side by side.
+__device__ inline int lane_in_rows(int lane) {
   const int within = lane % 8, variate = lane / 8 % 2 * 8, step = lane / 16 * 8;
+  return kVariateMajor ? plane_at(within + variate, step) : plane_at(variate, within + step);
+}
+__device__ inline int lane_in_columns(int lane) {
+  const int within = lane % 8, variate = lane / 16 * 8, step = lane / 8 % 2 * 8;
   return kVariateMajor ? plane_at(within + variate, step) : plane_at(variate, within + step);
 }
 
@@ -31,7 +36,7 @@ __device__ inline void load_by_steps(Halves (&block)[4], const unsigned char* at
   }
 }
 
-// The same block with steps as rows and variates summed over: the operand of a weighted sum of variates.
+// A block, found by lane_in_rows, with steps as columns and variates summed over: the operand of a weighted sum of variates.
 __device__ inline void load_by_variates(Halves (&block)[4], const unsigned char* at) {
   if constexpr (kVariateMajor) {
     load_matrices_transposed(block, at);
@@ -87,6 +92,44 @@ __device__ inline bool any_of_item(bool predicate) {
   }
 }
 
+__device__ inline unsigned bits_of(Scalar value) {
+  unsigned bits;
+  memcpy(&bits, &value, sizeof bits);
+  return bits;
+}
+__device__ inline Scalar scalar_of(unsigned bits) {
+  Scalar value;
+  memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+// Whether an item wants a second look: it trips a guard, or none of its variates is far from the first. On the way, the
+// largest values of its threads: none of them negative, so that their bits are ordered as they are, NaN on top.
+// room: one pack a warp, which nothing else uses.
+template <int COUNT>
+__device__ inline bool wants_more(bool trips, bool far, Scalar* largest, Pack<unsigned, 4>* room) {
+  Pack<unsigned, 4> seen{};
+  seen.lane[0] = (__any_sync(0xffffffffu, trips) ? 1 : 0) | (__any_sync(0xffffffffu, far) ? 2 : 0);
+#pragma unroll
+  for (int i = 0; i < COUNT; ++i) seen.lane[1 + i] = __reduce_max_sync(0xffffffffu, bits_of(largest[i]));
+  if constexpr (kItems == 1) {
+    if (threadIdx.x % 32 == 0) room[threadIdx.x / 32] = seen;
+    __syncthreads();
+#pragma unroll
+    for (int warp = 0; warp < kStrips; ++warp) {
+      const Pack<unsigned, 4> theirs = room[warp];
+      seen.lane[0] |= theirs.lane[0];
+#pragma unroll
+      for (int i = 1; i <= COUNT; ++i) seen.lane[i] = seen.lane[i] > theirs.lane[i] ? seen.lane[i] : theirs.lane[i];
+    }
+  } else {
+    __syncwarp();
+  }
+#pragma unroll
+  for (int i = 0; i < COUNT; ++i) largest[i] = scalar_of(seen.lane[1 + i]);
+  return seen.lane[0] != 2;
+}
+
 // The largest value of an item's threads; room: one Scalar a warp. NaN is passed over.
 __device__ inline Scalar largest_of_item(Scalar value, Scalar* room) {
 #pragma unroll
@@ -116,11 +159,30 @@ struct ItemView {
   }
 };
 
+// Softmax over j does not see a vector that all x_j have in common, but float32 does: scores of a series 100 +- 0.05
+// are off by 1e-2. An item is staged without its first variate c where every one is near it: max |x_h - c| < max |x_h| / 2
+// over the steps. Maxima do not depend on an order: forward and backward, whatever their plans, decide alike.
+// Normalised input is told apart while it is staged, by one element of every fourth pack.
+struct Nearness {
+  Scalar distance = 0, size = 0;
+
+  __device__ void add(Scalar value, Scalar centre) {
+    distance = fmax(distance, fabs(value - centre));
+    size = fmax(size, fabs(value));
+  }
+  __device__ void share(int flip) {
+    distance = fmax(distance, __shfl_xor_sync(0xffffffffu, distance, flip));
+    size = fmax(size, __shfl_xor_sync(0xffffffffu, size, flip));
+  }
+  __device__ bool near() const { return 2 * distance < size; }
+};
+
 // What staging learns of one variate; sums over the steps.
 struct Staged {
-  Scalar sum = 0;  // of x - c
-  Scalar norm = 0;  // of v * v
-  Scalar with_centre = 0;  // of (x - c) * c
+  Scalar sum;  // of x - c
+  Scalar norm;  // of v * v
+  Scalar with_centre;  // of (x - c) * c
+  bool near;  // as far as the sampled elements say; the first variate is
 };
 
 // Elements that staging takes at once: neighbours in DRAM, steps of a variate or variates of a step.
@@ -163,6 +225,11 @@ struct Stager {
     for (int i = 0; i < kStageWidth; ++i) pack.lane[i] = from[i];
     return pack;
   }
+  // Whether an element of class i tells how near a variate is: the same ones whatever the plan.
+  __device__ static bool samples(int i, int part) {
+    if constexpr (kVariateMajor) return (i * kStageLanes + part) % 4 == 0;
+    return i == 0 && part == 0;
+  }
   __device__ Scalar stage(Element element, int h, int k, Scalar& sum, Scalar& norm, Scalar& with_centre) const {
     Scalar value = to_scalar(element);
     if constexpr (CENTRED) value -= item.at(centre, k);
@@ -176,7 +243,7 @@ struct Stager {
 };
 
 // Stages the item and calls keep(h, what was learnt) once a variate, by the lane that has it.
-// c is row `centre`; -1 is none. A variate that takes no part is staged as zeros: nothing of it, NaN included, is seen.
+// c is row `centre`, or nothing, to which variates are only compared. A variate that takes no part is staged as zeros: nothing of it, NaN included, is seen.
 template <bool CENTRED, class Keep>
 __device__ inline void stage(const ItemView& item, int centre, Scalar factor, unsigned char* planes, int thread, Keep&& keep) {
   constexpr int kWidth = kStageWidth;
@@ -192,6 +259,7 @@ __device__ inline void stage(const ItemView& item, int centre, Scalar factor, un
     for (int first = 0; first < kH; first += kItemThreads / kStageLanes) {
       const int h = first + thread / kStageLanes;
       ClassSums sum, with_centre;
+      Nearness nearness;
       Scalar norm = 0;
       if (h < kH) {
 #pragma unroll 1
@@ -202,6 +270,7 @@ __device__ inline void stage(const ItemView& item, int centre, Scalar factor, un
             if (kPacks % 8 != 0 && index >= kPacks) continue;
             const int k = (index ^ (h & (kOrders - 1))) * kWidth;
             const Pack<Element, kWidth> pack = stager.load(item.x + h * kInputH + k);
+            if (!CENTRED && stager.samples(i, part)) nearness.add(to_scalar(pack.lane[0]), item.at(centre, k));
             Scalar v[kWidth];
 #pragma unroll
             for (int e = 0; e < kWidth; ++e) {
@@ -211,8 +280,12 @@ __device__ inline void stage(const ItemView& item, int centre, Scalar factor, un
           }
         }
       }
-      for (int flip = kStageLanes / 2; flip > 0; flip /= 2) norm += __shfl_xor_sync(0xffffffffu, norm, flip);
-      const Staged staged{sum.total(1, kStageLanes / 2), norm, CENTRED ? with_centre.total(1, kStageLanes / 2) : Scalar(0)};
+      for (int flip = kStageLanes / 2; flip > 0; flip /= 2) {
+        norm += __shfl_xor_sync(0xffffffffu, norm, flip);
+        if constexpr (!CENTRED) nearness.share(flip);
+      }
+      const Staged staged{
+          sum.total(1, kStageLanes / 2), norm, CENTRED ? with_centre.total(1, kStageLanes / 2) : Scalar(0), nearness.near()};
       if (part == 0 && h < kH) keep(h, staged);
     }
   } else {
@@ -224,6 +297,7 @@ __device__ inline void stage(const ItemView& item, int centre, Scalar factor, un
     for (int first = 0; first < kH; first += kItemThreads / kStageLanes * kWidth) {
       const int h = first + (thread / 32 * kAcross + thread % kAcross) * kWidth;
       ClassSums sum[kWidth], with_centre[kWidth];
+      Nearness nearness[kWidth];
       Scalar norm[kWidth] = {};
       if (h < kH) {
 #pragma unroll 1
@@ -236,6 +310,7 @@ __device__ inline void stage(const ItemView& item, int centre, Scalar factor, un
             Scalar v[kWidth];
 #pragma unroll
             for (int e = 0; e < kWidth; ++e) {
+              if (!CENTRED && stager.samples(i, part)) nearness[e].add(to_scalar(pack.lane[e]), item.at(centre, k));
               v[e] = stager.stage(pack.lane[e], h + e, k, sum[e].of_class[i], norm[e], with_centre[e].of_class[i]);
             }
             store_parts(planes + plane_at(h, k), v);
@@ -244,8 +319,12 @@ __device__ inline void stage(const ItemView& item, int centre, Scalar factor, un
       }
 #pragma unroll
       for (int e = 0; e < kWidth; ++e) {
-        for (int flip = 16; flip >= kAcross; flip /= 2) norm[e] += __shfl_xor_sync(0xffffffffu, norm[e], flip);
-        const Staged staged{sum[e].total(kAcross, 16), norm[e], CENTRED ? with_centre[e].total(kAcross, 16) : Scalar(0)};
+        for (int flip = 16; flip >= kAcross; flip /= 2) {
+          norm[e] += __shfl_xor_sync(0xffffffffu, norm[e], flip);
+          if constexpr (!CENTRED) nearness[e].share(flip);
+        }
+        const Staged staged{
+            sum[e].total(kAcross, 16), norm[e], CENTRED ? with_centre[e].total(kAcross, 16) : Scalar(0), nearness[e].near()};
         if (part == 0 && h < kH) keep(h + e, staged);
       }
     }
@@ -260,31 +339,6 @@ constexpr float kPlainNorm = 60 * 1.44269504f;
 constexpr float kCentredNorm = 35 * 1.44269504f;
 constexpr float kPlainMean = 1048576;
 
-// Softmax over j does not see a vector that all x_j have in common, but float32 does: scores of a series 100 +- 0.05
-// are off by 1e-2. An item is staged without its first variate c where every one is near it: |x_h - c| < |x_h| / 2.
-//
-// Normalised input is told apart by eight steps of the first 32 variates. Both tests sum in an order that depends on
-// h alone, so that forward and backward, whatever their plans, decide alike.
-__device__ inline bool is_near(const ItemView& item, int centre, int h, int steps, int stride) {
-  if (!item.takes_part(h)) return true;
-  Scalar norm = 0, distance = 0;
-#pragma unroll 4
-  for (int i = 0; i < steps; ++i) {
-    const int k = (i + h) % steps * stride;  // variates begin on the same bank
-    const Scalar value = item.at(h, k), off = value - item.at(centre, k);
-    norm = fma(value, value, norm);
-    distance = fma(off, off, distance);
-  }
-  return 4 * distance < norm;
-}
-
-// For the first warp of an item: whether it may have to be centred.
-__device__ inline bool may_be_near(const ItemView& item, int centre, int lane) {
-  constexpr int kSamples = kK < 8 ? kK : 8;
-  const bool far = centre < kH && !is_near(item, centre, lane, kSamples, kK / kSamples);
-  return !__any_sync(0xffffffffu, far);
-}
-
 // How an item was staged.
 struct Staging {
   int centre = -1;  // the row taken off, -1: none
@@ -295,12 +349,7 @@ struct Staging {
   bool plain = true;  // unshifted exponentials neither overflow nor vanish
 };
 
-__device__ inline Scalar power_of_two(int exponent) {
-  const unsigned bits = static_cast<unsigned>(127 + exponent) << 23;
-  Scalar value;
-  memcpy(&value, &bits, sizeof value);
-  return value;
-}
+__device__ inline Scalar power_of_two(int exponent) { return scalar_of(static_cast<unsigned>(127 + exponent) << 23); }
 
 // Stages an item again that is near its first variate, or whose scores are large, or whose scale is negative.
 // keep(h, mean, offset) is called once a variate, where it is staged; the threads of the item agree on the rest.
@@ -311,10 +360,18 @@ __device__ inline Staging stage_special(
   const int first = item.first_taking_part();
   bool near = first < kH;
   Scalar largest = 0;
+#pragma unroll 1
   for (int h = thread; h < kH && first < kH; h += kItemThreads) {
-    near = near && is_near(item, first, h, kK, 1);
     if (!item.takes_part(h)) continue;
-    for (int k = 0; k < kK; ++k) largest = fmax(largest, fabs(item.at(h, (k + h) % kK)));
+    Nearness row;
+    int k = h % kK;  // variates begin on the same bank
+#pragma unroll 4
+    for (int i = 0; i < kK; ++i) {
+      row.add(item.at(h, k), item.at(first, k));
+      k = k + 1 < kK ? k + 1 : 0;
+    }
+    near = near && row.near();
+    largest = fmax(largest, row.size);
   }
   if (!any_of_item(!near)) how.centre = first;
   // fp16 ends at 65504: larger numbers are staged as so many times smaller, and scores are multiplied back. Beyond
@@ -341,7 +398,7 @@ __device__ inline Staging stage_special(
     for (int k = 0; k < kK; ++k) how.centre_mean += item.at(how.centre, k);
     how.centre_mean /= Scalar(kK);
   } else {
-    stage<false>(item, -1, factor, planes, thread, note);
+    stage<false>(item, first < kH ? first : 0, factor, planes, thread, note);
   }
   how.top_offset = largest_of_item(top, room);
   if (how.top_offset == -Scalar(INFINITY)) how.top_offset = 0;  // nothing takes part

@@ -127,14 +127,15 @@ class OnePassMma(Algorithm[MmaPlan]):
         # In float32 words, as the other regions: 16 bytes of padding a row of a plane.
         plane = down * (2 * across + 16) // 4
         regions = [("Planes", self.parts(spec) * plane, self.parts(spec) * down * 4)]
-        mirrored = max(1, strips // 2)
+        # Partial sums of columns: of the strip's own, and of each strip ahead.
+        mirrored = max(1, strips // 2 + (plan.row_blocks > 1))
         if plan.direction == "forward":
             regions += [("Weights", 2 * rows, 0), ("Sums", 2 * rows, 0), ("Partials", 2 * rows * mirrored, 0)]
         else:
             regions += [(name, rows, 0) for name in ("Gain", "Pooled", "Lse", "Low")]
             regions += [("Pulled", rows * mirrored, 0)]
             regions += [("Gathered", rows * self.gathered_stride(spec) if strips > 1 else 0, 0)]
-        regions += [("Mean", rows, 0), ("Offset", rows, 0), ("Room", _padded(2 * strips, 4), 0)]
+        regions += [("Mean", rows, 0), ("Offset", rows, 0), ("Room", _padded(strips, 4), 0), ("Agreed", 4 * strips, 0)]
         if plan.prefetch:
             regions.append(("Fetched", -(-spec.H * spec.K * spec.element_bytes // 16) * 4, 0))
         return SharedLayout.pack(4, [region for region in regions if region[1]])

@@ -147,6 +147,15 @@ inline int __any_sync(unsigned mask, int predicate, EMULATOR_CALLER) {
   }
   return any;
 }
+inline unsigned __reduce_max_sync(unsigned mask, unsigned value, EMULATOR_CALLER) {
+  unsigned largest = 0;
+  for (unsigned source = 0; source < unsigned(warpSize); ++source) {
+    if (!(mask >> source & 1)) continue;
+    const unsigned theirs = emulator::shuffle({"__reduce_max_sync", file, line}, mask, value, source);
+    if (theirs > largest) largest = theirs;
+  }
+  return largest;
+}
 
 // ---- PTX primitives
 //
