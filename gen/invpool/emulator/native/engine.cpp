@@ -352,7 +352,7 @@ void give_rows(Matrices& warp) {
   }
 }
 
-// The number at a row and a column that two rows, or lanes, have in their words.
+// The number in an even or an odd column, of the two that a word holds.
 unsigned number_of(unsigned word, unsigned column) { return word >> 16 * (column % 2) & 0xffffu; }
 
 // The same of the transposed matrices.
