@@ -127,8 +127,9 @@ class OnePassMma(Algorithm[MmaPlan]):
         # In float32 words, as the other regions: 16 bytes of padding a row of a plane.
         plane = down * (2 * across + 16) // 4
         regions = [("Planes", self.parts(spec) * plane, self.parts(spec) * down * 4)]
-        # Partial sums of columns: of the strip's own, and of each strip ahead.
-        mirrored = max(1, strips // 2 + (plan.row_blocks > 1))
+        # Partial sums of columns: of each strip ahead; backward also of the strip's own.
+        own = plan.direction == "backward" and plan.row_blocks > 1
+        mirrored = max(1, strips // 2 + own)
         if plan.direction == "forward":
             regions += [("Weights", 2 * rows, 0), ("Sums", 2 * rows, 0), ("Partials", 2 * rows * mirrored, 0)]
         else:
