@@ -6,13 +6,15 @@
 
 #include "primitives.cuh"
 
-// A plane has one row a variate (bhk) or one a step (bkh), as x has: what lies side by side in DRAM does so here.
-// 16 bytes more than a multiple of 32 between its rows keep the eight rows of a matrix off each other's banks.
-constexpr int kPlaneStride = 2 * (kVariateMajor ? kStepsPadded : kRowsPadded) + 16;  // bytes
-constexpr int kPlaneBytes = kPlaneStride * (kVariateMajor ? kRowsPadded : kStepsPadded);
+// A plane is made of pieces of 8 x 8 numbers, 128 bytes without a gap, so that eight rows of a piece never share a bank.
+// The rows of a piece are variates (bhk) or steps (bkh), as those of x are: what lies side by side in DRAM does so here.
+constexpr int kPlaneBytes = 2 * kRowsPadded * kStepsPadded;
+constexpr int kPiecesAcross = (kVariateMajor ? kStepsPadded : kRowsPadded) / 8;
 
+// The byte of a number; between multiples of eight, differences add up.
 __device__ constexpr int plane_at(int h, int k) {
-  return kVariateMajor ? h * kPlaneStride + 2 * k : k * kPlaneStride + 2 * h;
+  const int row = kVariateMajor ? h : k, column = kVariateMajor ? k : h;
+  return (row / 8 * kPiecesAcross + column / 8) * 128 + row % 8 * 16 + column % 8 * 2;
 }
 
 // What a lane adds to the place of a 16 x 16 block to find the row of it that it hands to load_matrices.
@@ -251,13 +253,13 @@ __device__ inline void stage(const ItemView& item, int centre, Scalar factor, un
   const Stager<CENTRED> stager{item, centre, factor, aligned};
   if constexpr (kVariateMajor) {
     // kStageLanes neighbours share a variate and take turns along its packs. Variates begin on the same bank: each
-    // goes through its packs in an order of its own.
+    // goes through its packs in an order of its own, and so do those eight apart, which meet in their pieces.
     constexpr int kPacks = kK / kWidth;
     constexpr int kOrders = kPacks % 8 == 0 ? 8 : kPacks % 4 == 0 ? 4 : kPacks % 2 == 0 ? 2 : 1;
     const int part = thread % kStageLanes;
 #pragma unroll 1
     for (int first = 0; first < kH; first += kItemThreads / kStageLanes) {
-      const int h = first + thread / kStageLanes;
+      const int h = first + thread / kStageLanes, order = (h ^ (h / 8 & 1)) & (kOrders - 1);
       ClassSums sum, with_centre;
       Nearness nearness;
       Scalar norm = 0;
@@ -268,7 +270,7 @@ __device__ inline void stage(const ItemView& item, int centre, Scalar factor, un
           for (int i = 0; i < kClasses; ++i) {
             const int index = turn + i * kStageLanes + part;
             if (kPacks % 8 != 0 && index >= kPacks) continue;
-            const int k = (index ^ (h & (kOrders - 1))) * kWidth;
+            const int k = (index ^ order) * kWidth;
             const Pack<Element, kWidth> pack = stager.load(item.x + h * kInputH + k);
             if (!CENTRED && stager.samples(i, part)) nearness.add(to_scalar(pack.lane[0]), item.at(centre, k));
             Scalar v[kWidth];

@@ -45,6 +45,13 @@ __device__ inline Scalar fast_exp2(Scalar x) {
   return power;
 }
 
+// 1 / x to 1 unit of the last place; 0 where that is below 2^-126.
+__device__ inline Scalar fast_reciprocal(Scalar x) {
+  Scalar reciprocal;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(reciprocal) : "f"(x));
+  return reciprocal;
+}
+
 // Four 8x8 matrices from shared memory; lane l gives the address of row l % 8 of matrix l / 8.
 __device__ inline void load_matrices(Halves (&m)[4], const void* row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -122,6 +129,7 @@ __device__ inline Halves pack_halves(Scalar low, Scalar high) {
 __device__ inline Scalar low_half(Halves pair) { return emulator::unpack_half(pair); }
 __device__ inline Scalar high_half(Halves pair) { return emulator::unpack_half(pair >> 16); }
 __device__ inline Scalar fast_exp2(Scalar x) { return emulator::fast_exp2(static_cast<emulator::Float>(x)); }
+__device__ inline Scalar fast_reciprocal(Scalar x) { return Scalar(1) / x; }
 __device__ inline void load_matrices(Halves (&m)[4], const void* row, EMULATOR_CALLER) {
   emulator::load_matrices({"load_matrices", file, line}, m, row, false);
 }

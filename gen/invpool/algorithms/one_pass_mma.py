@@ -123,10 +123,8 @@ class OnePassMma(Algorithm[MmaPlan]):
         """Of one item; a block has ``items`` of them."""
         strips = self.strips(spec, plan)
         rows, steps = strips * 16 * plan.row_blocks, _padded(spec.K)
-        across, down = (steps, rows) if spec.layout == "bhk" else (rows, steps)
-        # In float32 words, as the other regions: 16 bytes of padding a row of a plane.
-        plane = down * (2 * across + 16) // 4
-        regions = [("Planes", self.parts(spec) * plane, self.parts(spec) * down * 4)]
+        # In float32 words, as the other regions.
+        regions = [("Planes", self.parts(spec) * rows * steps // 2, 0)]
         # Partial sums of columns: of each strip ahead; backward also of the strip's own.
         own = plan.direction == "backward" and plan.row_blocks > 1
         mirrored = max(1, strips // 2 + own)
