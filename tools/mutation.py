@@ -34,7 +34,7 @@ KINDS = ("normal", "shifted")
 ITEMS = 2
 MOST_SURVIVORS = 0.02
 # Where threads wait for each other, or for their copies; not where the header defines it.
-POINT = re.compile(r"(?<!void )(?<!::)\b(__sync\w+|group_barrier|wait_copies)\s*[(<]")
+POINT = re.compile(r"(?<!void )(?<!::)\b(__sync\w+|group_barrier|wait_copies|barrier_wait)\s*[(<]")
 
 
 def points(source: str) -> list[tuple[int, str]]:

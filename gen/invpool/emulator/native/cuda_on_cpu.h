@@ -7,7 +7,7 @@
 // next. Line numbers in messages are those of the .cu file.
 //
 //   modelled      threadIdx blockIdx blockDim gridDim warpSize, __shared__, block and warp barriers, shuffles, and
-//                 the PTX of templates/include/primitives.cuh
+//                 the PTX of templates/include/primitives.cuh and hopper.cuh
 //   needs a word  dynamic shared memory: DYNAMIC_SHARED(name); in place of `extern __shared__ ... name[];`,
 //                 behind `#ifndef DYNAMIC_SHARED`, so that nvcc still gets the declaration
 //   not modelled  anything else: it does not compile, which is better than running wrong
@@ -237,6 +237,90 @@ inline void wait_copies(const Place& place, unsigned pending) {
     move_bytes(copy->to, copy->content, copy->bytes);
 #endif
   }
+}
+
+// ---- barriers and bulk copies of sm_90: templates/include/hopper.cuh
+
+constexpr std::uint64_t kBarrierContent = 0x5ba221e2ba221e25u;  // of an mbarrier; what it says is the engine's
+
+// Each faults unless the barrier is one, which its content tells.
+void check_barrier(const Place& place, const void* barrier);  // its address alone
+std::uint64_t content_of(const void* barrier);  // unseen by the counters
+void set_barrier(const Place& place, void* barrier, int arrivals);
+void expect_bytes(const Place& place, void* barrier, std::uint64_t content, int bytes);
+// Reads what is to be copied, and later lets the barrier know that all of it has been.
+void begin_bulk(const Place& place, void* shared, const void* global, int bytes, void* barrier, std::uint64_t content);
+void finish_bulk(const Place& place, int bytes, void* barrier);
+// Returns when the phase has ended; false if the wait is ignored. Other threads' waits do not return until
+// end_delivery.
+bool wait_for_phase(const Place& place, void* barrier, std::uint64_t content, int parity);
+struct BulkCopy {
+  unsigned char* to;
+  const unsigned char* content;
+  unsigned bytes;
+};
+// The next copy of a phase that has ended, to be delivered by whoever waits for it first; false when there is none.
+bool next_bulk(void* barrier, BulkCopy& copy);
+void end_delivery(void* barrier, int parity);
+// Both unseen by the counters.
+void poison(void* shared, int bytes);
+void deliver(const BulkCopy& copy);
+
+inline std::uint64_t read_barrier(const Place& place, const void* barrier) {
+  check_barrier(place, barrier);
+#ifdef EMULATOR_COUNT
+  return content_of(barrier);
+#else
+  return *static_cast<const Piece8*>(barrier);
+#endif
+}
+
+inline void barrier_init(const Place& place, void* barrier, int arrivals) {
+  check_barrier(place, barrier);
+  set_barrier(place, barrier, arrivals);
+#ifndef EMULATOR_COUNT
+  *static_cast<Piece8*>(barrier) = kBarrierContent;
+#endif
+}
+
+inline void barrier_expect(const Place& place, void* barrier, int bytes) {
+  expect_bytes(place, barrier, read_barrier(place, barrier), bytes);
+}
+
+#ifdef EMULATOR_COUNT
+extern "C" void __tsan_read_range(void* address, unsigned long bytes);
+extern "C" void __tsan_write_range(void* address, unsigned long bytes);
+#endif
+
+inline void copy_bulk(const Place& place, void* shared, const void* global, int bytes, void* barrier) {
+  begin_bulk(place, shared, global, bytes, barrier, read_barrier(place, barrier));
+#ifdef EMULATOR_COUNT
+  __tsan_read_range(const_cast<void*>(global), static_cast<unsigned long>(bytes));
+  __tsan_write_range(shared, static_cast<unsigned long>(bytes));
+  poison(shared, bytes);
+#else
+  // The engine has read it, unseen by sanitizers. What is read before the wait is NaN, as with copy_async.
+  for (int i = 0; i < bytes / 16; ++i) {
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+    const Row seen = static_cast<const Row*>(global)[i];
+    asm volatile("" : : "m"(seen));
+#endif
+    static_cast<Row*>(shared)[i] = Row{~0u, ~0u, ~0u, ~0u};
+  }
+#endif
+  finish_bulk(place, bytes, barrier);
+}
+
+inline void barrier_wait(const Place& place, void* barrier, int parity) {
+  if (!wait_for_phase(place, barrier, read_barrier(place, barrier), parity)) return;
+  for (BulkCopy copy; next_bulk(barrier, copy);) {
+#ifdef EMULATOR_COUNT
+    deliver(copy);
+#else
+    for (unsigned i = 0; i < copy.bytes; i += 16) move_piece<Row>(copy.to + i, copy.content + i);
+#endif
+  }
+  end_delivery(barrier, parity);
 }
 
 }  // namespace emulator

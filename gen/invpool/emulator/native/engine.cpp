@@ -59,6 +59,9 @@ constexpr std::size_t kGuardBytes = std::size_t(64) << 10;  // a page on every C
 constexpr unsigned kPoison = 0xff;  // NaN in every floating-point type, when all bytes are so
 constexpr std::size_t kMostArguments = 32;
 constexpr unsigned kGroups = 16;  // named barriers; the first is that of __syncthreads
+constexpr unsigned kMostBarriers = 64;  // in shared memory
+constexpr unsigned kMostBulkCopies = 1024;  // under way, of a barrier
+constexpr int kMostTransactions = (1 << 20) - 1;  // bytes, or arrivals, of one phase: the hardware counts no further
 constexpr std::chrono::seconds kPatience{60};  // of the cross-check
 
 // ---- contexts: where a fiber goes on
@@ -117,7 +120,7 @@ void switch_context(Context& from, Context& to) { emulator_switch(&from.stack_po
 
 // ---- one launch
 
-enum class State { ready, at_block_barrier, at_group_barrier, at_warp_operation, done };
+enum class State { ready, at_block_barrier, at_group_barrier, at_phase, at_warp_operation, done };
 
 struct Matrices;  // what the lanes of a warp give to each other
 using Combine = void (*)(Matrices&);
@@ -135,6 +138,8 @@ struct Fiber {
   std::uint64_t received = 0;
   Combine combine = nullptr;  // of a warp operation on matrices
   unsigned group_name = 0, group_threads = 0;  // of a named barrier
+  unsigned barrier = 0;  // the number of one in shared memory
+  int parity = 0;  // of its phase that the thread waits for
 #ifdef EMULATOR_ASAN
   void* fake_stack = nullptr;
 #endif
@@ -167,6 +172,27 @@ struct Random {  // splitmix64
 
 struct ThreadBlock;
 
+struct BulkUnderWay {
+  BulkCopy copy;
+  std::uint64_t phase;
+  Place place;
+  unsigned thread;
+};
+
+// A barrier in shared memory. Its arrays are as long as they can be: a fiber must not free what another one has made,
+// or ThreadSanitizer sees a race.
+struct PhaseBarrier {
+  std::uintptr_t address;
+  unsigned arrivals, arrived;
+  std::uint64_t phase;
+  std::int64_t expected, copied;  // bytes, in this phase
+  char sync[2];  // of phases in turn
+  unsigned first, under_way;  // in a ring
+  BulkUnderWay copies[kMostBulkCopies];
+
+  BulkUnderWay& copy(unsigned i) { return copies[(first + i) % kMostBulkCopies]; }
+};
+
 // The asynchronous copies of one thread, oldest first.
 struct Copies {
   std::vector<Copy> all;
@@ -191,6 +217,15 @@ unsigned block_generation;
 std::vector<unsigned> warp_generation;
 unsigned group_generation[kGroups];
 std::vector<Copies> copies;  // of each thread
+PhaseBarrier phase_barriers[kMostBarriers];
+unsigned phase_barrier_count;
+std::mutex phase_barriers_guard;  // in the cross-check
+std::condition_variable phase_barriers_changed;
+bool given_up;  // one of its threads was stopped: nobody need wait for it
+// What bulk copies under way have read, each at its place in shared memory. Not freed: nothing orders the end of the
+// process behind fibers that have stalled, and ThreadSanitizer would see a race.
+auto& dynamic_shadow = *new std::vector<unsigned char>;
+auto& static_shadow = *new std::vector<unsigned char>;
 std::string fault_text;  // why a thread was stopped
 thread_local unsigned current;
 thread_local ThreadBlock* on_threads = nullptr;
@@ -236,6 +271,14 @@ void record(const Place& place, unsigned executions) {
 void poison(unsigned char* from, const unsigned char* to) {
   // Volatile: no call of memset, which sanitizers would watch.
   for (volatile unsigned char* byte = from; byte != to; ++byte) *byte = kPoison;
+}
+
+// Copies whole rows, also without a call that sanitizers would watch.
+void copy_rows(void* to, const void* from, std::size_t bytes) {
+  for (std::size_t i = 0; i < bytes / sizeof(Row); ++i) {
+    static_cast<Row*>(to)[i] = static_cast<const Row*>(from)[i];
+    asm volatile("" : : : "memory");
+  }
 }
 
 void poison_shared() {
@@ -562,10 +605,17 @@ std::string describe_threads(const std::vector<unsigned>& threads) {
   return text;
 }
 
+// Why a barrier in shared memory keeps a thread waiting.
+std::string describe_phase(const PhaseBarrier& barrier, int parity) {
+  return " for parity " + std::to_string(parity) + ", in phase " + std::to_string(barrier.phase) + ": " +
+         std::to_string(barrier.arrived) + " of " + std::to_string(barrier.arrivals) + " arrivals, " +
+         std::to_string(barrier.expected) + " bytes expected, " + std::to_string(barrier.copied) + " copied";
+}
+
 // Everything that keeps the block from going on, one line a group of threads.
 std::string explain_stall(std::uint64_t block) {
   std::vector<std::pair<std::string, std::vector<unsigned>>> groups;
-  bool returned = false, in_warp = false, in_group = false, disagree = false;
+  bool returned = false, in_warp = false, in_group = false, in_phase = false, disagree = false;
   unsigned group_threads[kGroups] = {};
   for (unsigned t = 0; t < block_threads; ++t) {
     const Fiber& fiber = fibers[t];
@@ -583,6 +633,10 @@ std::string explain_stall(std::uint64_t block) {
         what += ", number " + std::to_string(fiber.group_name) + ", for " + std::to_string(fiber.group_threads) +
                 " threads";
       }
+      if (fiber.state == State::at_phase) {
+        in_phase = true;
+        what += describe_phase(phase_barriers[fiber.barrier], fiber.parity);
+      }
       if (fiber.state == State::at_warp_operation) {
         char mask[32];
         std::snprintf(mask, sizeof mask, " with mask 0x%08x", fiber.mask);
@@ -593,7 +647,8 @@ std::string explain_stall(std::uint64_t block) {
     if (group == groups.end()) group = groups.insert(groups.end(), {what, {}});
     group->second.push_back(t);
   }
-  std::string text = in_warp    ? "a warp operation was not reached by all lanes of its mask"
+  std::string text = in_phase   ? "a barrier in shared memory does not end the phase that is waited for"
+                     : in_warp  ? "a warp operation was not reached by all lanes of its mask"
                      : disagree ? "threads disagree on how many a named barrier waits for"
                      : in_group ? "a named barrier was not reached by exactly the threads that it waits for"
                      : returned ? "part of the block returned before a barrier"
@@ -675,6 +730,32 @@ bool finish_group_barriers() {
   return any;
 }
 
+bool has_ended(const PhaseBarrier& barrier, int parity) { return int(barrier.phase % 2) != parity; }
+
+// Lets those go on whose phase has ended. Returns whether any did.
+bool finish_phases() {
+  if (!phase_barrier_count) return false;
+  bool any = false;
+  for (Fiber& fiber : fibers) {
+    if (fiber.state != State::at_phase || !has_ended(phase_barriers[fiber.barrier], fiber.parity)) continue;
+    fiber.state = State::ready;
+    any = true;
+  }
+  return any;
+}
+
+// Returns an empty text, or which copy nobody has waited for: it could reach the next block's shared memory.
+std::string explain_copies_under_way(std::uint64_t block) {
+  for (unsigned i = 0; i < phase_barrier_count; ++i) {
+    if (!phase_barriers[i].under_way) continue;
+    const BulkUnderWay& first = phase_barriers[i].copy(0);
+    return "block " + std::to_string(block) + " ended before anybody had waited for the " +
+           std::to_string(first.copy.bytes) + " bytes that thread " + std::to_string(first.thread) + " asked for in " +
+           describe(first.place);
+  }
+  return {};
+}
+
 int reduce(Reduction reduction, const std::vector<int>& predicates) {
   const auto set = std::count_if(predicates.begin(), predicates.end(), [](int p) { return p != 0; });
   switch (reduction) {
@@ -712,6 +793,7 @@ std::string run_block_on_fibers(std::uint64_t block, Random& random) {
   std::iota(order.begin(), order.end(), 0u);
   for (unsigned t = 0; t < block_threads; ++t) fibers[t].state = State::ready;
   copies.assign(block_threads, {});
+  phase_barrier_count = 0;
   sync_release(&block_start_sync);
   for (;;) {
     random.shuffle(order);  // no order of the threads between two barriers is promised
@@ -730,10 +812,12 @@ std::string run_block_on_fibers(std::uint64_t block, Random& random) {
     const bool all_done =
         std::all_of(fibers.begin(), fibers.end(), [](const Fiber& fiber) { return fiber.state == State::done; });
     if (all_done) break;
-    if (!finish_warp_operations() && !finish_group_barriers() && !finish_block_barrier()) return explain_stall(block);
+    if (!finish_phases() && !finish_warp_operations() && !finish_group_barriers() && !finish_block_barrier()) {
+      return explain_stall(block);
+    }
   }
   sync_acquire(&block_end_sync);
-  return {};
+  return explain_copies_under_way(block);
 }
 
 }  // namespace
@@ -820,12 +904,17 @@ struct ThreadBlock {
     const std::lock_guard<std::mutex> guard(groups_guard);
     stopped = true;
     groups_changed.notify_all();
+    const std::lock_guard<std::mutex> phases_guard(phase_barriers_guard);
+    given_up = true;
+    phase_barriers_changed.notify_all();
   }
 };
 
 void run_block_on_threads() {
   ThreadBlock state(block_threads);
   copies.assign(block_threads, {});
+  phase_barrier_count = 0;
+  given_up = false;
   const Index block = blockIdx;
   std::vector<std::thread> threads;
   for (unsigned t = 0; t < block_threads; ++t) {
@@ -1028,6 +1117,194 @@ const Copy* next_copy(const Place& place, unsigned pending) {
 
 void deliver(const Copy& copy) { std::memcpy(copy.to, copy.content, copy.bytes); }
 
+// ---- barriers and bulk copies of sm_90
+
+namespace {
+
+// Where fibers run no lock is needed, and none may be taken: ThreadSanitizer would see an order in it.
+std::unique_lock<std::mutex> lock_phase_barriers() {
+  std::unique_lock<std::mutex> guard(phase_barriers_guard, std::defer_lock);
+  if (on_threads) guard.lock();
+  return guard;
+}
+
+PhaseBarrier* find_phase_barrier(const void* barrier) {
+  const auto address = reinterpret_cast<std::uintptr_t>(barrier);
+  PhaseBarrier* const end = phase_barriers + phase_barrier_count;
+  PhaseBarrier* const found =
+      std::find_if(phase_barriers, end, [&](const PhaseBarrier& one) { return one.address == address; });
+  return found == end ? nullptr : found;
+}
+
+PhaseBarrier& known_barrier(const Place& place, const void* barrier, std::uint64_t content) {
+  PhaseBarrier* const found = find_phase_barrier(barrier);
+  if (!found) stop(place, "its barrier has not been initialised");
+  if (content != kBarrierContent) stop(place, "the memory of its barrier has been overwritten");
+  return *found;
+}
+
+void end_phase_if_complete(PhaseBarrier& barrier) {
+  if (barrier.arrived < barrier.arrivals || barrier.expected != barrier.copied) return;
+  ++barrier.phase;
+  barrier.arrived = 0;
+  barrier.expected = barrier.copied = 0;
+  if (on_threads) phase_barriers_changed.notify_all();
+}
+
+// Where what is copied to this place of shared memory is kept until it is delivered; aligned in the same way.
+unsigned char* shadow_of(const void* shared) {
+  const auto* place = static_cast<const unsigned char*>(shared);
+  const bool is_dynamic = place >= dynamic && place < dynamic + launch->shared_bytes;
+  const unsigned char* const base = is_dynamic ? dynamic : __start_emulated_shared;
+  const std::size_t alignment = 128;
+  const auto shadow = reinterpret_cast<std::uintptr_t>((is_dynamic ? dynamic_shadow : static_shadow).data());
+  const std::uintptr_t aligned = (shadow + alignment - 1) / alignment * alignment;
+  return reinterpret_cast<unsigned char*>(aligned + reinterpret_cast<std::uintptr_t>(base) % alignment) +
+         (place - base);
+}
+
+void make_shadows() {
+  dynamic_shadow.resize(launch->shared_bytes + 256);
+  static_shadow.resize(std::size_t(__stop_emulated_shared - __start_emulated_shared) + 256);
+}
+
+}  // namespace
+
+void check_barrier(const Place& place, const void* barrier) {
+  if (!is_aligned(barrier, 8)) stop(place, "the address of its barrier is not a multiple of 8 bytes");
+  check_shared(place, barrier, 8);
+}
+
+std::uint64_t content_of(const void* barrier) {
+  std::uint64_t content;
+  std::memcpy(&content, barrier, sizeof content);
+  return content;
+}
+
+void set_barrier(const Place& place, void* barrier, int arrivals) {
+  if (arrivals < 1 || arrivals > kMostTransactions) {
+    stop(place, "it is to wait for " + std::to_string(arrivals) + " arrivals; legal: 1 to " +
+                    std::to_string(kMostTransactions));
+  }
+  const auto guard = lock_phase_barriers();
+  PhaseBarrier* one = find_phase_barrier(barrier);
+  if (one && one->under_way) stop(place, "copies of its barrier are under way");
+  if (!one) {
+    if (phase_barrier_count == kMostBarriers) {
+      stop(place, "the block has " + std::to_string(kMostBarriers) + " barriers; the emulator knows no more");
+    }
+    one = &phase_barriers[phase_barrier_count++];
+  }
+  one->address = reinterpret_cast<std::uintptr_t>(barrier);
+  one->arrivals = unsigned(arrivals);
+  one->arrived = one->under_way = 0;
+  one->phase = 0;
+  one->expected = one->copied = 0;
+  std::memcpy(barrier, &kBarrierContent, sizeof kBarrierContent);
+}
+
+void expect_bytes(const Place& place, void* barrier, std::uint64_t content, int bytes) {
+  const auto guard = lock_phase_barriers();
+  PhaseBarrier& one = known_barrier(place, barrier, content);
+  if (one.arrived == one.arrivals) {
+    stop(place, "all " + std::to_string(one.arrivals) + " arrivals of its barrier's phase have come already: " +
+                    std::to_string(one.expected) + " bytes expected, " + std::to_string(one.copied) + " copied");
+  }
+  if (bytes < 0 || one.expected + bytes > kMostTransactions) {
+    stop(place, "it lets its barrier's phase wait for " + std::to_string(one.expected + bytes) +
+                    " bytes; legal: 0 to " + std::to_string(kMostTransactions));
+  }
+  ++one.arrived;
+  one.expected += bytes;
+  sync_release(&one.sync[one.phase % 2]);
+  end_phase_if_complete(one);
+}
+
+void begin_bulk(const Place& place, void* shared, const void* global, int bytes, void* barrier,
+                std::uint64_t content) {
+  if (!is_aligned(shared, 16) || !is_aligned(global, 16)) {
+    const std::string which = is_aligned(shared, 16) ? "global" : "shared";
+    stop(place, "the " + which + " address is not a multiple of 16 bytes");
+  }
+  if (bytes < 16 || bytes % 16 != 0 || bytes > kMostTransactions) {
+    stop(place, "it is to copy " + std::to_string(bytes) + " bytes; legal: multiples of 16, up to " +
+                    std::to_string(kMostTransactions));
+  }
+  check_shared(place, shared, unsigned(bytes));
+  if (is_shared(reinterpret_cast<std::uintptr_t>(global))) stop(place, "the global address is one of shared memory");
+  const auto guard = lock_phase_barriers();
+  PhaseBarrier& mine = known_barrier(place, barrier, content);
+  auto* const to = static_cast<unsigned char*>(shared);
+  for (unsigned i = 0; i < phase_barrier_count; ++i) {
+    for (unsigned j = 0; j < phase_barriers[i].under_way; ++j) {
+      const BulkUnderWay& other = phase_barriers[i].copy(j);
+      if (to < other.copy.to + other.copy.bytes && other.copy.to < to + bytes) {
+        stop(place, "its bytes overlap those of thread " + std::to_string(other.thread) + " in " +
+                        describe(other.place) + ", which nobody has waited for");
+      }
+    }
+  }
+  if (mine.under_way == kMostBulkCopies) {
+    stop(place, std::to_string(kMostBulkCopies) + " copies are under way; the emulator knows no more");
+  }
+  unsigned char* const shadow = shadow_of(shared);
+  copy_rows(shadow, global, std::size_t(bytes));
+  mine.copy(mine.under_way++) = {{to, shadow, unsigned(bytes)}, mine.phase, place, current};
+}
+
+void finish_bulk(const Place& place, int bytes, void* barrier) {
+  const auto guard = lock_phase_barriers();
+  PhaseBarrier& one = *find_phase_barrier(barrier);
+  one.copied += bytes;
+  if (one.copied - one.expected > kMostTransactions) {
+    stop(place, "its barrier's phase has got " + std::to_string(one.copied) + " bytes, and expects " +
+                    std::to_string(one.expected));
+  }
+  // In the phase that the copy has begun in: it cannot have ended without these bytes, unless it expects too few.
+  sync_release(&one.sync[one.phase % 2]);
+  end_phase_if_complete(one);
+}
+
+bool wait_for_phase(const Place& place, void* barrier, std::uint64_t content, int parity) {
+  if (is_ignored(place)) return false;
+  if (parity != 0 && parity != 1) stop(place, "the parity is " + std::to_string(parity) + "; legal: 0 and 1");
+  auto guard = lock_phase_barriers();
+  PhaseBarrier& one = known_barrier(place, barrier, content);
+  if (!has_ended(one, parity)) {
+    if (on_threads) {
+      phase_barriers_changed.wait_for(guard, kPatience, [&] { return given_up || has_ended(one, parity); });
+      if (!has_ended(one, parity)) stop(place, "the phase does not end" + describe_phase(one, parity));
+    } else {
+      Fiber& self = fibers[current];
+      self.place = place;
+      self.barrier = unsigned(&one - phase_barriers);
+      self.parity = parity;
+      self.state = State::at_phase;
+      to_scheduler();
+    }
+  }
+  sync_acquire(&one.sync[parity]);
+  guard.release();  // end_delivery unlocks it
+  return true;
+}
+
+bool next_bulk(void* barrier, BulkCopy& copy) {
+  PhaseBarrier& one = *find_phase_barrier(barrier);
+  if (!one.under_way || one.copy(0).phase >= one.phase) return false;
+  copy = one.copy(0).copy;
+  ++one.first;
+  --one.under_way;
+  return true;
+}
+
+void end_delivery(void* barrier, int parity) {
+  sync_release(&find_phase_barrier(barrier)->sync[parity]);
+  if (on_threads) phase_barriers_guard.unlock();
+}
+
+void poison(void* shared, int bytes) { std::memset(shared, int(kPoison), std::size_t(bytes)); }
+void deliver(const BulkCopy& copy) { std::memcpy(copy.to, copy.content, copy.bytes); }
+
 void group_barrier(const Place& place, int name, int threads) {
   if (is_ignored(place)) return;
   if (name < 1 || name >= int(kGroups)) stop(place, "its name is " + std::to_string(name) + "; legal: 1 to 15");
@@ -1072,6 +1349,7 @@ int emulator_launch(void (*entry)(), const Launch* wanted, const Argument* given
   // Exactly as many bytes as the launch asks for: AddressSanitizer guards both ends.
   if (posix_memalign(&memory, 128, std::max<std::size_t>(launch->shared_bytes, 1))) std::abort();
   dynamic = static_cast<unsigned char*>(memory);
+  make_shadows();
 #ifdef EMULATOR_TSAN
   scheduler_tsan = __tsan_get_current_fiber();
 #endif
@@ -1094,7 +1372,7 @@ int emulator_launch(void (*entry)(), const Launch* wanted, const Argument* given
     poison_shared();
     if (launch->on_threads) {
       run_block_on_threads();
-      stalled = fault_text;
+      stalled = fault_text.empty() ? explain_copies_under_way(block) : fault_text;
       if (!stalled.empty()) break;
     } else {
       if (count_begin_block) count_begin_block();

@@ -1,0 +1,291 @@
+"""The PTX of sm_90: numbers against NumPy, faults that are planted, what is counted, and what nvcc makes of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from invpool.compile import Target, compile_source
+from invpool.emulator import EmulatedKernel, Launched, Output
+from invpool.errors import CompilerNotFoundError, EmulationError, SanitizerError
+from invpool.render import inline_header
+
+HEAD = f"""
+#ifndef DYNAMIC_SHARED
+#define DYNAMIC_SHARED(name) extern __shared__ __align__(128) unsigned char name[]
+#endif
+using Scalar = float;
+{inline_header("include/hopper.cuh")}
+"""
+FLOATS = "const float* x, float* out"
+NUMBERS = np.arange(1024, dtype=np.float32)
+
+
+def source(body: str, parameters: str = FLOATS) -> str:
+    return f'{HEAD}extern "C" __global__ void k({parameters}) {{\n  const int t = threadIdx.x;\n{body}}}\n'
+
+
+def kernel(body: str, parameters: str = FLOATS, build: str = "plain", portable_switch: bool = False) -> EmulatedKernel:
+    return EmulatedKernel(source(body, parameters), build=build, portable_switch=portable_switch)
+
+
+def line_of(body: str, text: str) -> int:
+    """The line of the source at which a text of the body stands."""
+    before = HEAD.count("\n") + 2
+    return next(before + number for number, line in enumerate(body.splitlines(), 1) if text in line)
+
+
+RUNS = {
+    "fibers": {},
+    "portable switch": {"portable_switch": True},
+    "threads": {"engine": "threads"},
+    "address": {"build": "address"},
+    "thread": {"build": "thread"},
+    "count": {"build": "count"},
+}
+every_run = pytest.mark.parametrize("how", RUNS.values(), ids=RUNS)
+
+
+# ---- bulk copies: two stages of 256 numbers each, four times; a thread reads what another wrote last time
+
+STAGES = """  __shared__ __align__(128) float tile[2][256];
+  __shared__ Barrier full[2];
+  if (t == 0) {
+    for (int i = 0; i < 2; ++i) barrier_init(&full[i], 1);
+  }
+  __syncthreads();  // initialised
+  const auto load = [&](int step) {
+    barrier_expect(&full[step % 2], 1024);
+    for (int i = 0; i < 2; ++i) copy_bulk(tile[step % 2] + 128 * i, x + 256 * step + 128 * i, 512, &full[step % 2]);
+  };
+  if (t == 0) load(0);
+  for (int step = 0; step < 4; ++step) {
+    if (t == 0 && step < 3) load(step + 1);
+    barrier_wait(&full[step % 2], step / 2 % 2);
+    for (int i = t; i < 256; i += 64) out[256 * step + i] = tile[step % 2][255 - i];
+    __syncthreads();  // read
+  }
+"""
+
+
+def stages(body: str = STAGES, **how: Any) -> Launched:
+    options = {name: how.pop(name) for name in tuple(how) if name not in ("build", "portable_switch")}
+    return kernel(body, **how).launch(1, 64, 0, [NUMBERS, Output((1024,), np.float32)], **options)
+
+
+@every_run
+def test_bulk_copies_arrive(how: dict) -> None:
+    out = stages(**how).outputs[0]
+    np.testing.assert_array_equal(out.reshape(4, 256), NUMBERS.reshape(4, 256)[:, ::-1])
+
+
+@every_run
+def test_bulk_copies_of_dynamic_memory_arrive_in_several_blocks(how: dict) -> None:
+    body = """  DYNAMIC_SHARED(bytes);
+  Barrier* const full = reinterpret_cast<Barrier*>(bytes);
+  float* const tile = reinterpret_cast<float*>(bytes + 128);
+  const int piece = 256 * blockIdx.x;
+  if (t < 2) barrier_init(full + t, 33);
+  __syncthreads();
+  // A warp copies a row each, before the last thread says how much that makes.
+  if (t < 32) {
+    copy_bulk(tile + 8 * t, x + piece + 8 * t, 32, full);
+    barrier_expect(full, 0);
+  }
+  if (t == 63) barrier_expect(full, 1024);
+  barrier_wait(full + 1, 1);  // the phase before the first has ended
+  barrier_wait(full, 0);
+  for (int i = t; i < 256; i += 64) out[piece + i] = tile[255 - i];
+"""
+    options = {name: how[name] for name in how if name not in ("build", "portable_switch")}
+    built = kernel(body, **{name: how[name] for name in how if name not in options})
+    orders = {} if how.get("engine") else {"orders": 3}
+    out = built.launch(4, 64, 128 + 1024, [NUMBERS, Output((1024,), np.float32)], **options, **orders).outputs[0]
+    np.testing.assert_array_equal(out.reshape(4, 256), NUMBERS.reshape(4, 256)[:, ::-1])
+
+
+ONCE = """  __shared__ __align__(16) float tile[64];
+  __shared__ Barrier full;
+  if (t == 5) {
+    barrier_init(&full, 1);
+    barrier_expect(&full, 256);
+    copy_bulk(tile, x, 256, &full);
+  }
+  __syncthreads();
+  barrier_wait(&full, 0);
+  out[t] = tile[63 - t];
+"""
+
+
+def once(body: str = ONCE, **options: Any) -> np.ndarray:
+    return kernel(body).launch(2, 64, 0, [NUMBERS, Output((64,), np.float32)], **options).outputs[0]
+
+
+def test_a_thread_that_does_not_wait_reads_poison_or_races() -> None:
+    np.testing.assert_array_equal(once(), NUMBERS[63::-1])
+    with pytest.raises(EmulationError, match="argument 1: .* of 64 elements are poison"):
+        once(ONCE.replace("barrier_wait", "if (t == 63) __syncwarp(1u << 31), barrier_wait"))
+    with pytest.raises(SanitizerError, match="ThreadSanitizer: data race"):
+        stages(STAGES.replace("barrier_wait(", "if (t != 7) barrier_wait("), build="thread")
+
+
+@every_run
+def test_copies_that_nobody_waits_for_are_named(how: dict) -> None:
+    want = "block . ended before anybody had waited for the 256 bytes that thread 5 asked for in copy_bulk at kernel.cu"
+    options = {name: how[name] for name in how if name not in ("build", "portable_switch")}
+    built = kernel(ONCE, **{name: how[name] for name in how if name not in options})
+    with pytest.raises(EmulationError, match=want):
+        built.launch(1, 64, 0, [NUMBERS, NUMBERS.copy()], ignore_line=line_of(ONCE, "_wait("), **options)
+
+
+@pytest.mark.parametrize("how", [RUNS["fibers"], RUNS["portable switch"], RUNS["address"], RUNS["thread"]])
+@pytest.mark.parametrize(
+    ("right", "wrong", "numbers"),
+    [
+        ("full, 256)", "full, 272)", "parity 0, in phase 0: 1 of 1 arrivals, 272 bytes expected, 256 copied"),
+        ("full, 256)", "full, 240)", "parity 0, in phase 0: 1 of 1 arrivals, 240 bytes expected, 256 copied"),
+        ("full, 1)", "full, 2)", "parity 0, in phase 0: 1 of 2 arrivals, 256 bytes expected, 256 copied"),
+        ("full, 0)", "full, t / 32)", "parity 1, in phase 1: 0 of 1 arrivals, 0 bytes expected, 0 copied"),
+    ],
+    ids=["too few bytes", "too many bytes", "a missing arrival", "another parity"],
+)
+def test_a_phase_that_cannot_end_is_named(right: str, wrong: str, numbers: str, how: dict) -> None:
+    body = ONCE.replace(right, wrong)
+    with pytest.raises(EmulationError, match="a barrier in shared memory does not end the phase") as caught:
+        kernel(body, **how).launch(1, 64, 0, [NUMBERS, NUMBERS.copy()])
+    threads = "threads 32-63" if "parity 1" in numbers else "threads 0-63"
+    where = f"wait at barrier_wait at kernel.cu:{line_of(body, 'barrier_wait')}"
+    assert f"{threads}: {where} for {numbers}" in str(caught.value)
+
+
+@every_run
+def test_one_thread_can_copy_and_wait_without_barriers(how: dict) -> None:
+    body = """  __shared__ __align__(16) float tile[64];
+  __shared__ Barrier full;
+  if (t == 5) {
+    barrier_init(&full, 1);
+    for (int i = 0; i < 4; ++i) {
+      fence_async();
+      barrier_expect(&full, 256);
+      copy_bulk(tile, x + 64 * i, 256, &full);
+      barrier_wait(&full, i % 2);
+      for (int k = 0; k < 64; ++k) out[64 * i + k] = tile[k];
+    }
+  }
+"""
+    options = {name: how[name] for name in how if name not in ("build", "portable_switch")}
+    built = kernel(body, **{name: how[name] for name in how if name not in options})
+    out = built.launch(1, 32, 0, [NUMBERS, Output((256,), np.float32)], **options).outputs[0]
+    np.testing.assert_array_equal(out, NUMBERS[:256])
+
+
+@pytest.mark.parametrize("build", ["plain", "address"])
+@pytest.mark.parametrize(
+    ("call", "why"),
+    [
+        ("copy_bulk(tile + 1, x, 16, &full)", "the shared address is not a multiple of 16 bytes"),
+        ("copy_bulk(tile, x + 2, 16, &full)", "the global address is not a multiple of 16 bytes"),
+        ("copy_bulk(tile, x, 24, &full)", "it is to copy 24 bytes; legal: multiples of 16, up to 1048575"),
+        ("copy_bulk(tile, x, 0, &full)", "it is to copy 0 bytes"),
+        ("copy_bulk(out, x, 16, &full)", "its 16 bytes are not all in the block's shared memory"),
+        ("copy_bulk(tile, tile, 16, &full)", "the global address is one of shared memory"),
+        ("copy_bulk(tile, x, 16, &empty)", "its barrier has not been initialised"),
+        ("copy_bulk(tile, x, 16, &gone)", "the memory of its barrier has been overwritten"),
+        ("barrier_expect(&empty, 16)", "its barrier has not been initialised"),
+        ("barrier_expect(&done, 16)", "all 1 arrivals of its barrier's phase have come already: 32 bytes expected, 0"),
+        ("barrier_expect(&full, 1 << 20)", "it lets its barrier's phase wait for 1048576 bytes; legal: 0 to 1048575"),
+        ("barrier_wait(&empty, 0)", "its barrier has not been initialised"),
+        ("barrier_wait(&full, 2)", "the parity is 2; legal: 0 and 1"),
+        ("barrier_init(&full, 0)", "it is to wait for 0 arrivals; legal: 1 to 1048575"),
+        ("barrier_init((Barrier*)(tile + 1), 1)", "the address of its barrier is not a multiple of 8 bytes"),
+        ("barrier_init((Barrier*)out, 1)", "its 8 bytes are not all in the block's shared memory"),
+    ],
+)
+def test_illegal_operands_are_named(call: str, why: str, build: str) -> None:
+    body = f"""  __shared__ __align__(16) float tile[64];
+  __shared__ Barrier full, empty, gone, done;
+  if (t == 9) {{
+    barrier_init(&full, 1);
+    barrier_init(&gone, 1);
+    barrier_init(&done, 1);
+    barrier_expect(&done, 32);
+    gone = empty;
+    {call};
+  }}
+"""
+    with pytest.raises(EmulationError, match="thread 9 of block 0 was stopped in ") as caught:
+        kernel(body, build=build).launch(1, 32, 0, [NUMBERS, NUMBERS.copy()])
+    assert f"{call.partition('(')[0]} at kernel.cu:{line_of(body, call)}: {why}" in str(caught.value)
+
+
+@every_run
+def test_a_copy_over_one_that_nobody_has_waited_for_is_named(how: dict) -> None:
+    body = """  __shared__ __align__(16) float tile[64];
+  __shared__ Barrier full;
+  if (t == 0) {
+    barrier_init(&full, 1);
+    copy_bulk(tile, x, 256, &full);
+    copy_bulk(tile + 60, x, 16, &full);
+  }
+"""
+    with pytest.raises(EmulationError, match="thread 0 of block 0 was stopped in copy_bulk at .*: its bytes overlap"):
+        stages(body, **how)
+
+
+def test_bulk_copies_out_of_bounds_are_found() -> None:
+    wrong = STAGES.replace("x + 256 * step", "x + 4 + 256 * step")
+    with pytest.raises(SanitizerError, match="AddressSanitizer: heap-buffer-overflow") as caught:
+        stages(wrong, build="address")
+    assert f"kernel.cu:{line_of(wrong, 'copy_bulk')}" in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["__syncthreads();  // initialised", "__syncthreads();  // read"])
+def test_a_missing_barrier_around_bulk_copies_is_a_race(text: str) -> None:
+    with pytest.raises((SanitizerError, EmulationError), match="ThreadSanitizer: data race|not been initialised|does not end"):
+        stages(build="thread", ignore_line=line_of(STAGES, text))
+
+
+def test_bulk_copies_are_counted() -> None:
+    counters = stages(build="count").counters
+    assert counters is not None
+    assert (counters.shared.writes, counters.shared.write_bytes) == (8, 4096)
+    assert (counters.arguments[0].reads, counters.arguments[0].bytes_read_at_all) == (8, 4096)
+    assert (counters.shared.reads, counters.shared.read_bytes) == (1024, 4096)
+    # Copies and reads: 128 bytes in a pass.
+    assert counters.shared_wavefronts == 2 * 4096 // 128
+    assert counters.global_wavefronts == 2 * 4096 // 128
+
+
+# ---- nvcc
+
+
+def instructions(body: str, arch: str) -> str:
+    try:
+        return compile_source(source(body), Target.ptx(arch)).code.decode()
+    except CompilerNotFoundError:
+        pytest.skip("no nvcc here")
+
+
+@pytest.mark.parametrize("arch", ["sm_90", "sm_90a"])
+def test_nvcc_makes_the_instructions_of_bulk_copies(arch: str) -> None:
+    ptx = instructions(STAGES.replace("if (t == 0) load(0);", "fence_async();\n  if (t == 0) load(0);"), arch)
+    for name in (
+        "mbarrier.init.shared::cta.b64",
+        "fence.mbarrier_init.release.cluster",
+        "fence.proxy.async.shared::cta",
+        "mbarrier.arrive.expect_tx.shared::cta.b64",
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes",
+        "mbarrier.try_wait.parity.shared::cta.b64",
+    ):
+        assert name in ptx
+    compiled = compile_source(source(STAGES), Target(arch))
+    assert compiled.resources is not None
+    assert (compiled.resources.spill_stores, compiled.resources.stack) == (0, 0)
+
+
+def test_older_gpus_can_leave_bulk_copies_out() -> None:
+    body = f"  if constexpr (kBulkCopies) {{\n{STAGES}  }} else {{\n    out[t] = x[t];\n  }}\n"
+    assert "cp.async.bulk" not in instructions(body, "sm_80")
+    assert "cp.async.bulk" in instructions(body, "sm_90")
