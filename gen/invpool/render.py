@@ -50,8 +50,8 @@ def _template_source(name: str) -> str | None:
         return None
 
 
-def inline_header(name: str) -> str:
-    """The text of a plain ``.cuh`` file, with what it includes in quotes put in its place, each file once.
+def inline_header(*names: str) -> str:
+    """The text of plain ``.cuh`` files, with what they include in quotes put in its place, each file once.
 
     Raises:
         TemplateError: a file is missing.
@@ -65,7 +65,7 @@ def inline_header(name: str) -> str:
         folder = path.rpartition("/")[0]
         return _QUOTED_INCLUDE.sub(lambda match: expand(f"{folder}/{match[1]}" if folder else match[1]), _read(path))
 
-    return expand(name)
+    return "\n".join(filter(None, map(expand, names)))
 
 
 def _as_comment(text: str) -> str:

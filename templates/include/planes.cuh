@@ -118,7 +118,7 @@ __device__ inline bool wants_more(bool trips, bool far, Scalar* largest, Pack<un
     if (threadIdx.x % 32 == 0) room[threadIdx.x / 32] = seen;
     __syncthreads();
 #pragma unroll
-    for (int warp = 0; warp < kStrips; ++warp) {
+    for (int warp = 0; warp < kItemThreads / 32; ++warp) {
       const Pack<unsigned, 4> theirs = room[warp];
       seen.lane[0] |= theirs.lane[0];
 #pragma unroll
@@ -266,17 +266,22 @@ __device__ inline void stage(const ItemView& item, int centre, Scalar factor, un
       if (h < kH) {
 #pragma unroll 1
         for (int turn = 0; turn < kPacks; turn += 8) {
+          // All are on their way before the first is used: no load passes the stores of the one before it.
+          Pack<Element, kWidth> pack[kClasses];
 #pragma unroll
           for (int i = 0; i < kClasses; ++i) {
             const int index = turn + i * kStageLanes + part;
+            if (kPacks % 8 == 0 || index < kPacks) pack[i] = stager.load(item.x + h * kInputH + (index ^ order) * kWidth);
+          }
+#pragma unroll
+          for (int i = 0; i < kClasses; ++i) {
+            const int index = turn + i * kStageLanes + part, k = (index ^ order) * kWidth;
             if (kPacks % 8 != 0 && index >= kPacks) continue;
-            const int k = (index ^ order) * kWidth;
-            const Pack<Element, kWidth> pack = stager.load(item.x + h * kInputH + k);
-            if (!CENTRED && stager.samples(i, part)) nearness.add(to_scalar(pack.lane[0]), item.at(centre, k));
+            if (!CENTRED && stager.samples(i, part)) nearness.add(to_scalar(pack[i].lane[0]), item.at(centre, k));
             Scalar v[kWidth];
 #pragma unroll
             for (int e = 0; e < kWidth; ++e) {
-              v[e] = stager.stage(pack.lane[e], h, k + e, sum.of_class[i], norm, with_centre.of_class[i]);
+              v[e] = stager.stage(pack[i].lane[e], h, k + e, sum.of_class[i], norm, with_centre.of_class[i]);
             }
             store_parts(planes + plane_at(h, k), v);
           }
@@ -291,29 +296,34 @@ __device__ inline void stage(const ItemView& item, int centre, Scalar factor, un
       if (part == 0 && h < kH) keep(h, staged);
     }
   } else {
-    // Neighbouring lanes take neighbouring packs of variates; kStageLanes of a warp share a pack and take turns
-    // along its steps.
+    // Neighbouring lanes take neighbouring packs of variates; kStageLanes of a warp share a pack and take turns along its
+    // steps, in an order that keeps pieces, which begin on the same bank, apart.
     constexpr int kAcross = 32 / kStageLanes;
     const int part = thread % 32 / kAcross;
 #pragma unroll 1
     for (int first = 0; first < kH; first += kItemThreads / kStageLanes * kWidth) {
-      const int h = first + (thread / 32 * kAcross + thread % kAcross) * kWidth;
+      const int h = first + (thread / 32 * kAcross + thread % kAcross) * kWidth, order = kK < 8 ? 0 : h / 8 % 4 * 2;
       ClassSums sum[kWidth], with_centre[kWidth];
       Nearness nearness[kWidth];
       Scalar norm[kWidth] = {};
       if (h < kH) {
 #pragma unroll 1
         for (int turn = 0; turn < kK; turn += 8) {
+          Pack<Element, kWidth> pack[kClasses];
 #pragma unroll
           for (int i = 0; i < kClasses; ++i) {
-            const int k = turn + i * kStageLanes + part;
+            const int k = turn + ((i * kStageLanes + part) ^ order);
+            if (kK % 8 == 0 || k < kK) pack[i] = stager.load(item.x + k * kInputK + h);
+          }
+#pragma unroll
+          for (int i = 0; i < kClasses; ++i) {
+            const int k = turn + ((i * kStageLanes + part) ^ order);
             if (kK % 8 != 0 && k >= kK) continue;
-            const Pack<Element, kWidth> pack = stager.load(item.x + k * kInputK + h);
             Scalar v[kWidth];
 #pragma unroll
             for (int e = 0; e < kWidth; ++e) {
-              if (!CENTRED && stager.samples(i, part)) nearness[e].add(to_scalar(pack.lane[e]), item.at(centre, k));
-              v[e] = stager.stage(pack.lane[e], h + e, k, sum[e].of_class[i], norm[e], with_centre[e].of_class[i]);
+              if (!CENTRED && stager.samples(i, part)) nearness[e].add(to_scalar(pack[i].lane[e]), item.at(centre, k));
+              v[e] = stager.stage(pack[i].lane[e], h + e, k, sum[e].of_class[i], norm[e], with_centre[e].of_class[i]);
             }
             store_parts(planes + plane_at(h, k), v);
           }

@@ -25,8 +25,24 @@ _STAGE_LANES: Final = 8
 _KEPT_STEPS: Final = 32
 
 
-def _padded(count: int, unit: int = 16) -> int:
+def padded(count: int, unit: int = 16) -> int:
     return -(-count // unit) * unit
+
+
+def staging_lanes(spec: PoolSpec, threads: int, copied: bool) -> int:
+    """Lanes that stage a variate (or a pack of them) together: all threads of an item are to have work.
+
+    An item that is read from DRAM, not ``copied`` to shared memory before, wants neighbouring lanes side by side.
+    """
+    width, along = 16 // spec.element_bytes, spec.K if spec.layout == "bhk" else spec.H
+    while along % width:
+        width //= 2
+    bundles = spec.H if spec.layout == "bhk" else -(-spec.H // width)
+    turns = -(-spec.K // width) if spec.layout == "bhk" else spec.K
+    lanes, coalesced = 1, spec.layout == "bhk" and not copied
+    while lanes < _STAGE_LANES and 2 * lanes <= turns and (coalesced or 2 * lanes * bundles <= threads):
+        lanes *= 2
+    return lanes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +105,7 @@ class OnePassMma(Algorithm[MmaPlan]):
         rows = 16 * plan.row_blocks
         if plan.columns > rows:
             return f"a tile of {plan.columns} columns for strips of {rows} rows; lower columns or raise row_blocks"
-        if plan.row_blocks > 1 and rows // 2 >= _padded(spec.H):
+        if plan.row_blocks > 1 and rows // 2 >= padded(spec.H):
             return f"strips of {rows} rows for {spec.H} variates; lower row_blocks"
         strips = self.strips(spec, plan)
         if strips > _MOST_STRIPS:
@@ -122,7 +138,7 @@ class OnePassMma(Algorithm[MmaPlan]):
     def layout(self, spec: PoolSpec, plan: MmaPlan) -> SharedLayout:
         """Of one item; a block has ``items`` of them."""
         strips = self.strips(spec, plan)
-        rows, steps = strips * 16 * plan.row_blocks, _padded(spec.K)
+        rows, steps = strips * 16 * plan.row_blocks, padded(spec.K)
         # In float32 words, as the other regions.
         regions = [("Planes", self.parts(spec) * rows * steps // 2, 0)]
         # Partial sums of columns: of each strip ahead; backward also of the strip's own.
@@ -134,15 +150,15 @@ class OnePassMma(Algorithm[MmaPlan]):
             regions += [(name, rows, 0) for name in ("Gain", "Pooled", "Lse", "Low")]
             regions += [("Pulled", rows * mirrored, 0)]
             regions += [("Gathered", rows * self.gathered_stride(spec) if strips > 1 else 0, 0)]
-        regions += [("Mean", rows, 0), ("Offset", rows, 0), ("Room", _padded(strips, 4), 0), ("Agreed", 4 * strips, 0)]
+        regions += [("Mean", rows, 0), ("Offset", rows, 0), ("Room", padded(strips, 4), 0), ("Agreed", 4 * strips, 0)]
         if plan.prefetch:
-            regions.append(("Fetched", -(-spec.H * spec.K * spec.element_bytes // 16) * 4, 0))
+            regions += [("Fetched", -(-spec.H * spec.K * spec.element_bytes // 16) * 4, 0), ("Barrier", 4, 0)]
         return SharedLayout.pack(4, [region for region in regions if region[1]])
 
     @staticmethod
     def gathered_stride(spec: PoolSpec) -> int:
         """Words between rows of what is gathered for other strips: 8 modulo 32 keeps four rows on different banks."""
-        return _padded(spec.K, 32) + 8
+        return padded(spec.K, 32) + 8
 
     def launch(self, spec: PoolSpec, plan: MmaPlan) -> Launch:
         threads = WARP * self.strips(spec, plan) * plan.items
@@ -150,13 +166,13 @@ class OnePassMma(Algorithm[MmaPlan]):
         return Launch(threads, shared, plan.items, 1, plan.most_blocks)
 
     def _item_bytes(self, spec: PoolSpec, plan: MmaPlan) -> int:
-        return _padded(self.layout(spec, plan).bytes)
+        return padded(self.layout(spec, plan).bytes)
 
     def _rows_kept(self, spec: PoolSpec) -> bool:
-        return _padded(spec.K) <= _KEPT_STEPS
+        return padded(spec.K) <= _KEPT_STEPS
 
     def _least_registers(self, spec: PoolSpec, plan: MmaPlan) -> int:
-        parts, blocks, steps = self.parts(spec), plan.row_blocks, _padded(spec.K)
+        parts, blocks, steps = self.parts(spec), plan.row_blocks, padded(spec.K)
         operand = parts * blocks * 4 * (steps // 16 if self._rows_kept(spec) else 1)
         scores = blocks * plan.columns // 2
         if plan.direction == "forward":
@@ -168,25 +184,6 @@ class OnePassMma(Algorithm[MmaPlan]):
 
     def promises_no_spills(self, spec: PoolSpec, plan: MmaPlan) -> bool:
         return False  # ptxas decides near the cap
-
-    def _stage_lanes(self, spec: PoolSpec, plan: MmaPlan) -> int:
-        """Lanes that stage a variate (or a pack of them) together: all threads are to have work."""
-        threads = WARP * self.strips(spec, plan)
-        width = self._width(spec)
-        bundles = spec.H if spec.layout == "bhk" else -(-spec.H // width)
-        turns = -(-spec.K // width) if spec.layout == "bhk" else spec.K
-        lanes, coalesced = 1, spec.layout == "bhk" and not plan.prefetch
-        while lanes < _STAGE_LANES and 2 * lanes <= turns and (coalesced or 2 * lanes * bundles <= threads):
-            lanes *= 2
-        return lanes
-
-    @staticmethod
-    def _width(spec: PoolSpec) -> int:
-        """Elements that staging reads at once."""
-        width, along = 16 // spec.element_bytes, spec.K if spec.layout == "bhk" else spec.H
-        while along % width:
-            width //= 2
-        return width
 
     def cost(self, spec: PoolSpec, plan: MmaPlan, gpu: Gpu, batch: int) -> Cost:
         launch = self.launch(spec, plan)
@@ -222,7 +219,7 @@ class OnePassMma(Algorithm[MmaPlan]):
             "strips": self.strips(spec, plan),
             "rows_kept": self._rows_kept(spec),
             "prefetch": plan.prefetch,
-            "stage_lanes": self._stage_lanes(spec, plan),
+            "stage_lanes": staging_lanes(spec, WARP * self.strips(spec, plan), plan.prefetch),
             "gathered_stride": self.gathered_stride(spec),
         }
 
