@@ -2,8 +2,6 @@
 
 #include "hopper.cuh"
 
-constexpr int kStepBlocks = kStepsPadded / 16;
-
 // The planes as the right operand of a product, from variate h and step k on: pieces of 8 x 8 numbers follow each other
 // along the steps and along the variates at these distances.
 constexpr int kAlongSteps = plane_at(0, 8), kAlongVariates = plane_at(8, 0);

@@ -9,6 +9,7 @@
 // A plane is made of pieces of 8 x 8 numbers, 128 bytes without a gap, so that eight rows of a piece never share a bank.
 // The rows of a piece are variates (bhk) or steps (bkh), as those of x are: what lies side by side in DRAM does so here.
 constexpr int kPlaneBytes = 2 * kRowsPadded * kStepsPadded;
+constexpr int kStepBlocks = kStepsPadded / 16;
 constexpr int kPiecesAcross = (kVariateMajor ? kStepsPadded : kRowsPadded) / 8;
 
 // The byte of a number; between multiples of eight, differences add up.
