@@ -243,7 +243,9 @@ def test_bulk_copies_out_of_bounds_are_found() -> None:
 
 @pytest.mark.parametrize("text", ["__syncthreads();  // initialised", "__syncthreads();  // read"])
 def test_a_missing_barrier_around_bulk_copies_is_a_race(text: str) -> None:
-    with pytest.raises((SanitizerError, EmulationError), match="ThreadSanitizer: data race|not been initialised|does not end"):
+    with pytest.raises(
+        (SanitizerError, EmulationError), match="ThreadSanitizer: data race|not been initialised|does not end"
+    ):
         stages(build="thread", ignore_line=line_of(STAGES, text))
 
 
@@ -256,6 +258,243 @@ def test_bulk_copies_are_counted() -> None:
     # Copies and reads: 128 bytes in a pass.
     assert counters.shared_wavefronts == 2 * 4096 // 128
     assert counters.global_wavefronts == 2 * 4096 // 128
+
+
+# ---- products by a warpgroup: c[W,64,N] (+)= a[W,64,16 * STEPS] b[W,16 * STEPS,N], a warpgroup an item
+
+PRODUCT = """  DYNAMIC_SHARED(bytes);
+  const int item = t / 128, lane = t % 32, row = t % 128 / 32 * 16 + lane / 4, column = 2 * (lane % 4);
+  unsigned char* const b = bytes + BYTES * item;
+  for (int i = t % 128; i < BYTES / 4; i += 128) ((unsigned*)b)[i] = bs[BYTES / 4 * item + i];
+  fence_async();
+  __syncthreads();
+  const unsigned* a = as + 64 * 8 * STEPS * item;
+  float* c = cs + 64 * N * item;
+  Halves left[STEPS][4];
+  for (int k = 0; k < STEPS; ++k) {
+    for (int i = 0; i < 4; ++i) left[k][i] = a[8 * STEPS * (row + i % 2 * 8) + 8 * k + i / 2 * 4 + column / 2];
+  }
+  float d[N / 8][4];
+  for (int n = 0; n < N / 8; ++n) {
+    for (int i = 0; i < 4; ++i) d[n][i] = c[N * (row + i / 2 * 8) + 8 * n + column + i % 2];
+  }
+  const Descriptor at = describe(b, LEADING, STRIDE);
+  group_fence();
+  for (int k = 0; k < STEPS; ++k) {
+    group_multiply<N, TRANSPOSED>(d, left[k], at + STEP / 16 * k, ACCUMULATE || k > 0);
+  }
+  group_commit();
+  group_wait<0>();
+  keep_registers(d);
+  for (int n = 0; n < N / 8; ++n) {
+    for (int i = 0; i < 4; ++i) c[N * (row + i / 2 * 8) + 8 * n + column + i % 2] = d[n][i];
+  }
+"""
+PRODUCT_PARAMETERS = "const unsigned* as, const unsigned* bs, float* cs"
+
+
+def core_matrices(b: np.ndarray, transposed: bool, leading: int, stride: int) -> np.ndarray:
+    """b[16, N] as a descriptor with these offsets wants it; written from the tables of the PTX ISA."""
+    k, n = np.meshgrid(np.arange(16), np.arange(b.shape[1]), indexing="ij")
+    inner = 16 * (k % 8) + 2 * (n % 8) if transposed else 16 * (n % 8) + 2 * (k % 8)
+    offsets = leading * (k // 8) + stride * (n // 8) + inner
+    laid = np.full(offsets.max() // 2 + 1, np.nan, np.float16)
+    laid[offsets // 2] = b
+    return laid
+
+
+def group_product(
+    columns: int = 64,
+    transposed: bool = False,
+    steps: int = 3,
+    accumulate: bool = True,
+    k_first: bool = False,
+    items: int = 2,
+    edit: tuple[str, str] = ("", ""),
+    **how: Any,
+) -> tuple[np.ndarray, np.ndarray, Any]:
+    """What c should be, what it is, and what was counted."""
+    draw = np.random.default_rng(columns)
+    a = draw.standard_normal((items, 64, 16 * steps)).astype(np.float16)
+    b = draw.standard_normal((items, 16 * steps, columns)).astype(np.float16)
+    c = draw.standard_normal((items, 64, columns)).astype(np.float32)
+    want = a.astype(np.float64) @ b.astype(np.float64) + (c if accumulate else 0)
+    # Either the core matrices of a k follow each other, or those of 8 columns.
+    leading, stride = (16 * columns, 128) if k_first else (128, 256)
+    step = 32 * columns
+    laid = [
+        [core_matrices(b[i, 16 * k : 16 * k + 16], transposed, leading, stride) for k in range(steps)]
+        for i in range(items)
+    ]
+    names = {
+        "BYTES": step * steps,
+        "STEP": step,
+        "STEPS": steps,
+        "LEADING": leading,
+        "STRIDE": stride,
+        "N": columns,
+        "TRANSPOSED": str(transposed).lower(),
+        "ACCUMULATE": str(accumulate).lower(),
+    }
+    constants = "".join(f"  constexpr auto {name} = {value};\n" for name, value in names.items())
+    options = {name: how.pop(name) for name in tuple(how) if name not in ("build", "portable_switch")}
+    body = (constants + PRODUCT).replace(*edit) if edit[0] else constants + PRODUCT
+    arguments = [a.view(np.uint32), np.array(laid).view(np.uint32), c]
+    built = kernel(body, PRODUCT_PARAMETERS, **how)
+    launched = built.launch(1, 128 * items, step * steps * items, arguments, **options)
+    return want, c, launched.counters
+
+
+@every_run
+@pytest.mark.parametrize("k_first", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_products_by_warpgroups(transposed: bool, k_first: bool, how: dict) -> None:
+    want, c, _ = group_product(64, transposed, k_first=k_first, **how)
+    np.testing.assert_allclose(c, want, rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("columns", [8, 16, 32, 64, 96, 128])
+def test_products_by_warpgroups_of_each_width(columns: int, accumulate: bool) -> None:
+    for transposed in (False, True):
+        want, c, _ = group_product(columns, transposed, 1, accumulate, items=1)
+        np.testing.assert_array_equal(c, want.astype(np.float32))
+
+
+def test_products_by_warpgroups_are_counted() -> None:
+    counters = group_product(build="count")[2]
+    assert counters.operations.mma == 2 * 3 * 4 * 8
+    # b is written by words, and read once a warpgroup.
+    assert counters.shared.read_bytes == 2 * 3 * 16 * 64 * 2
+    assert counters.shared_wavefronts == 2 * counters.shared.read_bytes // 128
+
+
+@every_run
+@pytest.mark.parametrize(
+    ("edit", "why"),
+    [
+        (("  group_fence();\n", ""), "stopped in group_multiply at .*: no group_fence has come before it"),
+        (
+            ("at + STEP / 16 * k", "at + 1000 * STEP / 16 * k"),
+            "stopped in group_multiply .*not in the block's shared m",
+        ),
+        (("at + STEP / 16 * k", "at + (1 << 14)"), "its descriptor has bits that no address or offset has"),
+        (("describe(b,", "describe(b + 8,"), "stopped in describe at .*: the address of its matrix is not a multiple"),
+        (("(b, LEADING", "(b, 8 + LEADING"), "an offset is 136 bytes; legal: multiples of 16, below 262144"),
+        (("(b, LEADING", "(b, 1 << 18"), "an offset is 262144 bytes"),
+        (("describe(b,", "describe(as,"), "its 16 bytes are not all in the block's shared memory"),
+        (("at + STEP / 16 * k", "at + (t == 200)"), "another thread of its warpgroup gave other operands"),
+        (("k > 0);", "k > 0), d[1][2] *= 2;"), "its d was touched between group_multiply and group_wait"),
+        (("  group_commit();", "  d[1][2] += 1; group_commit();"), "was touched before group_wait"),
+        (("  group_commit();", "  ((unsigned*)b)[t % 128 / 2] = t; group_commit();"), "was changed before group_wait"),
+    ],
+    ids=str,
+)
+def test_misused_products_are_named(edit: tuple[str, str], why: str, how: dict) -> None:
+    found = EmulationError
+    if "changed before" in why and how.get("build") == "thread":
+        found, why = SanitizerError, "data race"
+    with pytest.raises(found, match=f"thread . of block 0 was {why}" if why.startswith("stopped") else why):
+        group_product(edit=edit, **how)
+
+
+@pytest.mark.parametrize("edit", [("  group_commit();\n", ""), ("  group_wait<0>();\n", ""), ("_wait<0>", "_wait<1>")])
+def test_products_that_are_not_waited_for_are_no_numbers(edit: tuple[str, str]) -> None:
+    assert np.isnan(group_product(edit=edit)[1]).all()
+
+
+def test_an_ignored_wait_for_products_shows() -> None:
+    line = line_of(PRODUCT, "group_wait<0>") + 8  # behind the constants
+    assert np.isnan(group_product(ignore_line=line)[1]).all()
+
+
+@pytest.mark.parametrize("build", ["plain", "address", "thread"])
+def test_a_missing_warp_of_a_warpgroup_is_named(build: str) -> None:
+    with pytest.raises(EmulationError, match="not reached by all 128 threads of its warpgroup") as caught:
+        group_product(edit=("  group_fence();", "  if (t / 32 == 6) return;\n  group_fence();"), build=build)
+    assert "threads 128-191, 224-255: wait in group_wait at kernel.cu" in str(caught.value)
+    assert "threads 0-127, 192-223: returned" in str(caught.value)
+
+
+@pytest.mark.parametrize("engine", ["fibers", "threads"])
+def test_a_part_of_a_warpgroup_cannot_multiply(engine: str) -> None:
+    body = """  __shared__ __align__(16) float b[64];
+  float d[1][4];
+  const Halves a[4] = {};
+  group_fence();
+  group_multiply<8, false>(d, a, describe(b, 128, 0), false);
+"""
+    with pytest.raises(EmulationError, match="its warpgroup has not all 128 threads"):
+        kernel(body).launch(1, 96, 0, [NUMBERS, NUMBERS.copy()], engine=engine)
+
+
+def test_a_missing_barrier_before_a_product_is_a_race() -> None:
+    with pytest.raises(SanitizerError, match="ThreadSanitizer: data race") as caught:
+        group_product(edit=("  __syncthreads();\n", ""), build="thread")
+    assert "group_multiply" in str(caught.value)
+
+
+def test_poison_in_shared_memory_is_multiplied() -> None:
+    out = group_product(edit=("  for (int i = t % 128;", "  for (int i = t % 128 + 4;"))[1]
+    assert np.isnan(out).sum() == 2 * 64  # of each item: the first row of b's first core matrix, in one column
+
+
+# ---- both together: tiles of b arrive by bulk copies, in two stages, while the products of the last are formed
+
+PIPELINE = """  __shared__ __align__(128) unsigned char tile[2][16 * 64 * 2];
+  __shared__ Barrier full[2];
+  if (t == 0) {
+    for (int i = 0; i < 2; ++i) barrier_init(&full[i], 1);
+  }
+  __syncthreads();
+  const auto load = [&](int step) {
+    barrier_expect(&full[step % 2], 2048);
+    copy_bulk(tile[step % 2], bs + 512 * step, 2048, &full[step % 2]);
+  };
+  if (t == 0) load(0);
+  const int lane = t % 32, row = t / 32 * 16 + lane / 4, column = 2 * (lane % 4);
+  float d[8][4];
+  for (int step = 0; step < 8; ++step) {
+    Halves left[4];
+    for (int i = 0; i < 4; ++i) left[i] = as[64 * (row + i % 2 * 8) + 8 * step + i / 2 * 4 + column / 2];
+    if (t == 0 && step < 7) load(step + 1);
+    barrier_wait(&full[step % 2], step / 2 % 2);
+    group_fence();
+    group_multiply<64, true>(d, left, describe(tile[step % 2], 1024, 128), step > 0);
+    group_commit();
+    group_wait<0>();
+    __syncthreads();
+  }
+  for (int n = 0; n < 8; ++n) {
+    for (int i = 0; i < 4; ++i) cs[64 * (row + i / 2 * 8) + 8 * n + column + i % 2] = d[n][i];
+  }
+"""
+
+
+def pipeline(edit: tuple[str, str] = ("", ""), **how: Any) -> tuple[np.ndarray, np.ndarray]:
+    draw = np.random.default_rng(0)
+    a, b = (draw.standard_normal(shape).astype(np.float16) for shape in ((64, 128), (128, 64)))
+    laid = np.array([core_matrices(b[16 * k : 16 * k + 16], True, 1024, 128) for k in range(8)])
+    options = {name: how.pop(name) for name in tuple(how) if name not in ("build", "portable_switch")}
+    built = kernel(PIPELINE.replace(*edit) if edit[0] else PIPELINE, PRODUCT_PARAMETERS, **how)
+    arguments = [a.view(np.uint32), laid.view(np.uint32), Output((64, 64), np.float32)]
+    return a.astype(np.float64) @ b.astype(np.float64), built.launch(1, 128, 0, arguments, **options).outputs[0]
+
+
+@every_run
+def test_a_pipeline_of_bulk_copies_and_products(how: dict) -> None:
+    want, out = pipeline(**how)
+    np.testing.assert_allclose(out, want, rtol=1e-6, atol=1e-5)
+
+
+def test_a_product_of_what_has_not_been_waited_for_shows() -> None:
+    _, out = pipeline(("barrier_wait(", "if (t == 0) barrier_wait("))
+    assert np.isnan(out).any()
+
+
+def test_a_buffer_that_is_refilled_too_early_shows() -> None:
+    with pytest.raises((EmulationError, SanitizerError), match="data race|was changed|does not end"):
+        pipeline(("    __syncthreads();\n", ""), build="thread")
 
 
 # ---- nvcc

@@ -323,6 +323,61 @@ inline void barrier_wait(const Place& place, void* barrier, int parity) {
   end_delivery(barrier, parity);
 }
 
+// ---- products by a warpgroup, four warps: templates/include/hopper.cuh
+
+struct GroupOperands {
+  void* d;  // floats, counted or not
+  unsigned columns;
+  bool transposed, accumulate;
+  std::uint64_t b;  // a descriptor
+};
+
+void fence_async();
+std::uint64_t describe_matrix(const Place& place, const void* shared, int leading, int stride);
+void group_fence();
+void group_commit();
+// Takes what the calling thread gives to a product, and makes d poison.
+void begin_product(const Place& place, const GroupOperands& product, const unsigned* a);
+// Of the rows of B that are the calling thread's to read: where the i-th is, null past the last; and its content.
+const void* row_to_read(const Place& place, unsigned i);
+void give_row(unsigned i, const void* content);
+// Returns when what all but the newest `pending` groups give has been formed; false if the wait is ignored.
+bool wait_for_products(const Place& place, unsigned pending);
+struct Finished {
+  void* d;  // null where a later product goes on with it
+  const void* sums;
+  unsigned bytes;
+  const void* rows[2];  // null where there is none
+};
+// The next product that the calling thread has waited for; false when there is none.
+bool next_product(const Place& place, Finished& product);
+
+inline void group_multiply(const Place& place, const GroupOperands& product, const unsigned* a) {
+  begin_product(place, product, a);
+  for (unsigned i = 0; const void* row = row_to_read(place, i); ++i) {
+    const Row content = *static_cast<const Row*>(row);
+    give_row(i, &content);
+  }
+}
+
+inline void group_wait(const Place& place, unsigned pending) {
+  if (!wait_for_products(place, pending)) return;
+  for (Finished product; next_product(place, product);) {
+#if !defined(EMULATOR_COUNT) && (defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__))
+    // The hardware may read as late as this.
+    for (const void* row : product.rows) {
+      if (!row) continue;
+      const Row seen = *static_cast<const Row*>(row);
+      asm volatile("" : : "m"(seen));
+    }
+#endif
+    if (!product.d) continue;
+    for (unsigned i = 0; i < product.bytes; i += 4) {
+      move_piece<Piece4>(static_cast<char*>(product.d) + i, static_cast<const char*>(product.sums) + i);
+    }
+  }
+}
+
 }  // namespace emulator
 
 // ---- counting floating-point operations

@@ -59,6 +59,12 @@ constexpr std::size_t kGuardBytes = std::size_t(64) << 10;  // a page on every C
 constexpr unsigned kPoison = 0xff;  // NaN in every floating-point type, when all bytes are so
 constexpr std::size_t kMostArguments = 32;
 constexpr unsigned kGroups = 16;  // named barriers; the first is that of __syncthreads
+constexpr unsigned kWarpgroup = 128;
+constexpr unsigned kMostColumns = 128;  // of a product by a warpgroup
+constexpr unsigned kMostProducts = 32;  // under way, of a warpgroup
+// Of what registers hold while a product is to write them. A signalling NaN: arithmetic makes a quiet one of it, which
+// shows that they have been touched.
+constexpr std::uint32_t kUnderWay = 0xffbfffffu;
 constexpr unsigned kMostBarriers = 64;  // in shared memory
 constexpr unsigned kMostBulkCopies = 1024;  // under way, of a barrier
 constexpr int kMostTransactions = (1 << 20) - 1;  // bytes, or arrivals, of one phase: the hardware counts no further
@@ -120,7 +126,15 @@ void switch_context(Context& from, Context& to) { emulator_switch(&from.stack_po
 
 // ---- one launch
 
-enum class State { ready, at_block_barrier, at_group_barrier, at_phase, at_warp_operation, done };
+enum class State {
+  ready,
+  at_block_barrier,
+  at_group_barrier,
+  at_phase,
+  at_warp_operation,
+  at_warpgroup_operation,
+  done,
+};
 
 struct Matrices;  // what the lanes of a warp give to each other
 using Combine = void (*)(Matrices&);
@@ -140,6 +154,7 @@ struct Fiber {
   unsigned group_name = 0, group_threads = 0;  // of a named barrier
   unsigned barrier = 0;  // the number of one in shared memory
   int parity = 0;  // of its phase that the thread waits for
+  std::uint64_t products = 0;  // how many, from the first, are to have been formed
 #ifdef EMULATOR_ASAN
   void* fake_stack = nullptr;
 #endif
@@ -193,6 +208,34 @@ struct PhaseBarrier {
   BulkUnderWay& copy(unsigned i) { return copies[(first + i) % kMostBulkCopies]; }
 };
 
+// A product by a warpgroup: what its threads have given, and what they take.
+struct GroupProduct {
+  Place place;
+  GroupOperands product;  // but for d, the same for all
+  unsigned group;
+  unsigned given;  // by how many threads
+  void* d[kWarpgroup];
+  const GroupProduct* before[kWarpgroup];  // the one under way whose sums this one goes on with
+  unsigned a[kWarpgroup][4];
+  alignas(16) std::uint16_t b[2 * kMostColumns][8];  // row by row, as in shared memory
+  float sums[kWarpgroup][kMostColumns / 2];
+};
+
+// The products of one thread, numbered from 0.
+struct Products {
+  std::uint64_t begun, waited, taken;
+  unsigned groups;  // committed
+  bool fenced;
+};
+
+// The products of a warpgroup in a ring. A thread may be as far ahead of another as there can be under way.
+struct Warpgroup {
+  GroupProduct products[2 * kMostProducts];
+  std::uint64_t formed;
+
+  GroupProduct& product(std::uint64_t number) { return products[number % (2 * kMostProducts)]; }
+};
+
 // The asynchronous copies of one thread, oldest first.
 struct Copies {
   std::vector<Copy> all;
@@ -226,6 +269,10 @@ bool given_up;  // one of its threads was stopped: nobody need wait for it
 // process behind fibers that have stalled, and ThreadSanitizer would see a race.
 auto& dynamic_shadow = *new std::vector<unsigned char>;
 auto& static_shadow = *new std::vector<unsigned char>;
+std::vector<Products> products;  // of each thread
+Warpgroup* warpgroups;  // those of a block; made by the first launch that needs as many
+unsigned warpgroups_made;
+std::mutex products_guard;  // in the cross-check
 std::string fault_text;  // why a thread was stopped
 thread_local unsigned current;
 thread_local ThreadBlock* on_threads = nullptr;
@@ -463,6 +510,65 @@ void multiply(Matrices& warp) {
   }
 }
 
+// What wgmma.mma_async of m64nNk16 gives, in the same way.
+void multiply(GroupProduct& one) {
+  const unsigned columns = one.product.columns;
+  alignas(16) std::uint16_t halves[16][kMostColumns];
+  for (unsigned row = 0; row < 2 * columns; ++row) {
+    const unsigned core = row / 8, k = core % 2 * 8, column = core / 2 * 8;
+    for (unsigned i = 0; i < 8; ++i) {
+      if (one.product.transposed) {
+        halves[k + row % 8][column + i] = one.b[row][i];
+      } else {
+        halves[k + i][column + row % 8] = one.b[row][i];
+      }
+    }
+  }
+  Double2 right[kMostColumns / 8][16][4];
+  for (unsigned tile = 0; tile < columns / 8; ++tile) {
+    for (unsigned k = 0; k < 16; ++k) from_halves(&halves[k][8 * tile], right[tile][k]);
+  }
+  for (unsigned warp = 0; warp < kWarpgroup / kWarp; ++warp) {
+    alignas(16) std::uint16_t a[16][16];
+    for (unsigned lane = 0; lane < kWarp; ++lane) {
+      for (unsigned i = 0; i < 4; ++i) {
+        std::memcpy(&a[lane / 4 + i % 2 * 8][2 * (lane % 4) + i / 2 * 8], &one.a[kWarp * warp + lane][i], 4);
+      }
+    }
+    for (unsigned row = 0; row < 16; ++row) {
+      alignas(64) double left[16];
+      from_halves(a[row], left);
+      from_halves(a[row] + 8, left + 8);
+      for (unsigned tile = 0; tile < columns / 8; ++tile) {
+        Double2 sum[4];
+        float* mine[4];
+        for (unsigned i = 0; i < 4; ++i) {
+          const unsigned thread = kWarp * warp + row % 8 * 4 + i, first = 4 * tile + row / 8 * 2;
+          mine[i] = &one.sums[thread][first];
+          const GroupProduct* before = one.before[thread];
+          const float* c = before ? &before->sums[thread][first] : mine[i];
+          sum[i] = one.product.accumulate ? Double2{c[0], c[1]} : Double2{};
+        }
+#pragma GCC unroll 16
+        for (unsigned k = 0; k < 16; ++k) {
+#pragma GCC unroll 4
+          for (unsigned i = 0; i < 4; ++i) sum[i] += left[k] * right[tile][k][i];
+        }
+        for (unsigned i = 0; i < 4; ++i) {
+          for (unsigned j = 0; j < 2; ++j) {
+            const auto value = static_cast<float>(sum[i][j]);
+            mine[i][j] = std::isnan(value) ? float_of(0x7fffffffu) : value;
+          }
+        }
+      }
+    }
+  }
+}
+
+void form_products(Warpgroup& warpgroup, std::uint64_t count) {
+  for (; warpgroup.formed < count; ++warpgroup.formed) multiply(warpgroup.product(warpgroup.formed));
+}
+
 // ---- fibers
 
 void to_scheduler() {
@@ -615,7 +721,8 @@ std::string describe_phase(const PhaseBarrier& barrier, int parity) {
 // Everything that keeps the block from going on, one line a group of threads.
 std::string explain_stall(std::uint64_t block) {
   std::vector<std::pair<std::string, std::vector<unsigned>>> groups;
-  bool returned = false, in_warp = false, in_group = false, in_phase = false, disagree = false;
+  bool returned = false, in_warp = false, in_group = false, in_phase = false, in_warpgroup = false,
+       disagree = false;
   unsigned group_threads[kGroups] = {};
   for (unsigned t = 0; t < block_threads; ++t) {
     const Fiber& fiber = fibers[t];
@@ -623,7 +730,9 @@ std::string explain_stall(std::uint64_t block) {
     if (fiber.state == State::done) {
       returned = true;
     } else {
-      what = (fiber.state == State::at_warp_operation ? "wait in " : "wait at ") + describe(fiber.place);
+      const bool in = fiber.state == State::at_warp_operation || fiber.state == State::at_warpgroup_operation;
+      what = (in ? "wait in " : "wait at ") + describe(fiber.place);
+      in_warpgroup |= fiber.state == State::at_warpgroup_operation;
       in_warp |= fiber.state == State::at_warp_operation;
       if (fiber.state == State::at_group_barrier) {
         in_group = true;
@@ -648,6 +757,7 @@ std::string explain_stall(std::uint64_t block) {
     group->second.push_back(t);
   }
   std::string text = in_phase   ? "a barrier in shared memory does not end the phase that is waited for"
+                     : in_warpgroup ? "a wait for products was not reached by all 128 threads of its warpgroup"
                      : in_warp  ? "a warp operation was not reached by all lanes of its mask"
                      : disagree ? "threads disagree on how many a named barrier waits for"
                      : in_group ? "a named barrier was not reached by exactly the threads that it waits for"
@@ -692,6 +802,37 @@ bool finish_warp_operations() {
     }
   }
   return any;
+}
+
+// Forms the products that all threads of a warpgroup wait for. Returns whether any do.
+bool finish_warpgroup_operations() {
+  bool any = false;
+  for (unsigned base = 0; base + kWarpgroup <= block_threads; base += kWarpgroup) {
+    const Fiber& first = fibers[base];
+    const auto waits = [&](const Fiber& fiber) {
+      return fiber.state == State::at_warpgroup_operation && fiber.products == first.products &&
+             same_place(fiber.place, first.place);
+    };
+    if (!std::all_of(fibers.begin() + base, fibers.begin() + base + kWarpgroup, waits)) continue;
+    form_products(warpgroups[base / kWarpgroup], first.products);
+    for (unsigned t = base; t < base + kWarpgroup; ++t) fibers[t].state = State::ready;
+    record(first.place, 1);
+    any = true;
+  }
+  return any;
+}
+
+void begin_block() {
+  copies.assign(block_threads, {});
+  phase_barrier_count = 0;
+  given_up = false;
+  products.assign(block_threads, {});
+  for (unsigned i = 0; i < block_threads / kWarpgroup; ++i) {
+    warpgroups[i].formed = 0;
+    for (GroupProduct& one : warpgroups[i].products) {
+      if (one.given) one.given = 0;  // a page that has never been written stays away
+    }
+  }
 }
 
 // Lets those go on who are as many at a named barrier as it waits for: whole warps, each at one place. Returns whether
@@ -792,8 +933,7 @@ std::string run_block_on_fibers(std::uint64_t block, Random& random) {
   std::vector<unsigned> order(block_threads);
   std::iota(order.begin(), order.end(), 0u);
   for (unsigned t = 0; t < block_threads; ++t) fibers[t].state = State::ready;
-  copies.assign(block_threads, {});
-  phase_barrier_count = 0;
+  begin_block();
   sync_release(&block_start_sync);
   for (;;) {
     random.shuffle(order);  // no order of the threads between two barriers is promised
@@ -812,7 +952,8 @@ std::string run_block_on_fibers(std::uint64_t block, Random& random) {
     const bool all_done =
         std::all_of(fibers.begin(), fibers.end(), [](const Fiber& fiber) { return fiber.state == State::done; });
     if (all_done) break;
-    if (!finish_phases() && !finish_warp_operations() && !finish_group_barriers() && !finish_block_barrier()) {
+    if (!finish_phases() && !finish_warp_operations() && !finish_warpgroup_operations() && !finish_group_barriers() &&
+        !finish_block_barrier()) {
       return explain_stall(block);
     }
   }
@@ -838,10 +979,13 @@ struct ThreadBlock {
     for (unsigned base = 0; base < threads; base += kWarp) {
       warps.push_back(std::make_unique<Meeting>(std::min(kWarp, threads - base)));
     }
+    for (unsigned base = 0; base < threads; base += kWarpgroup) {
+      warpgroup_meetings.push_back(std::make_unique<Meeting>(std::min(kWarpgroup, threads - base)));
+    }
   }
   std::barrier<> barrier;
   std::vector<int> predicates;
-  std::vector<std::unique_ptr<Meeting>> warps;
+  std::vector<std::unique_ptr<Meeting>> warps, warpgroup_meetings;
   struct Group {
     unsigned threads = 0, arrived = 0;
     std::uint64_t generation = 0;
@@ -878,6 +1022,15 @@ struct ThreadBlock {
     }
     warp.barrier.arrive_and_wait();
   }
+  void form_products_together(const Place& place, std::uint64_t count) {
+    Meeting& meeting = *warpgroup_meetings[current / kWarpgroup];
+    meeting.barrier.arrive_and_wait();
+    if (current % kWarpgroup == 0) {
+      form_products(warpgroups[current / kWarpgroup], count);
+      record(place, 1);
+    }
+    meeting.barrier.arrive_and_wait();
+  }
   void wait_for_group(const Place& place, unsigned name, unsigned threads) {
     std::unique_lock<std::mutex> guard(groups_guard);
     Group& group = groups[name];
@@ -912,9 +1065,7 @@ struct ThreadBlock {
 
 void run_block_on_threads() {
   ThreadBlock state(block_threads);
-  copies.assign(block_threads, {});
-  phase_barrier_count = 0;
-  given_up = false;
+  begin_block();
   const Index block = blockIdx;
   std::vector<std::thread> threads;
   for (unsigned t = 0; t < block_threads; ++t) {
@@ -931,6 +1082,7 @@ void run_block_on_threads() {
         state.give_up();
       }
       state.warps[t / kWarp]->barrier.arrive_and_drop();
+      state.warpgroup_meetings[t / kWarpgroup]->barrier.arrive_and_drop();
       state.barrier.arrive_and_drop();
     });
   }
@@ -1305,6 +1457,185 @@ void end_delivery(void* barrier, int parity) {
 void poison(void* shared, int bytes) { std::memset(shared, int(kPoison), std::size_t(bytes)); }
 void deliver(const BulkCopy& copy) { std::memcpy(copy.to, copy.content, copy.bytes); }
 
+// ---- products by a warpgroup
+
+namespace {
+
+constexpr unsigned kAddressBits = 18;  // of which a descriptor has all but the lowest four
+constexpr std::uint64_t kField = (std::uint64_t(1) << (kAddressBits - 4)) - 1;
+
+// Addresses of shared memory as a descriptor has them: static variables from 0, then dynamic memory.
+const unsigned char* static_base() {
+  return reinterpret_cast<const unsigned char*>(reinterpret_cast<std::uintptr_t>(__start_emulated_shared) / 16 * 16);
+}
+std::size_t dynamic_offset() { return (std::size_t(__stop_emulated_shared - static_base()) + 127) / 128 * 128; }
+
+const unsigned char* host_address(std::size_t shared) {
+  return shared < dynamic_offset() ? static_base() + shared : dynamic + (shared - dynamic_offset());
+}
+
+unsigned own_warpgroup() { return current / kWarpgroup; }
+unsigned own_place() { return current % kWarpgroup; }
+
+GroupProduct& newest_product() { return warpgroups[own_warpgroup()].product(products[current].begun - 1); }
+
+// Where a row of B lies; null past the last.
+const unsigned char* row_address(const Place& place, const GroupProduct& one, unsigned row) {
+  if (row >= 2 * one.product.columns) return nullptr;
+  const std::uint64_t b = one.product.b;
+  const unsigned core = row / 8;
+  const std::size_t offset =
+      core % 2 * ((b >> 16 & kField) << 4) + core / 2 * ((b >> 32 & kField) << 4) + row % 8 * 16;
+  const unsigned char* address = host_address(((b & kField) << 4) + offset);
+  const auto first = reinterpret_cast<std::uintptr_t>(address);
+  if (!is_shared(first) || !is_shared(first + 15)) {
+    stop(place, "its matrix has a row " + std::to_string(offset) + " bytes from its start, which is not in the block's "
+                    "shared memory");
+  }
+  return address;
+}
+
+// Whether registers that products are to write are as they have left them.
+bool is_untouched(const void* d, unsigned columns) {
+  for (unsigned i = 0; i < columns / 2; ++i) {
+    std::uint32_t word;
+    std::memcpy(&word, static_cast<const char*>(d) + 4 * i, 4);
+    if (word != kUnderWay) return false;
+  }
+  return true;
+}
+
+}  // namespace
+
+void fence_async() {}
+
+std::uint64_t describe_matrix(const Place& place, const void* shared, int leading, int stride) {
+  if (!is_aligned(shared, 16)) stop(place, "the address of its matrix is not a multiple of 16 bytes");
+  check_shared(place, shared, 16);
+  for (const int offset : {leading, stride}) {
+    if (offset < 0 || offset % 16 != 0 || offset >> kAddressBits) {
+      stop(place, "an offset is " + std::to_string(offset) + " bytes; legal: multiples of 16, below " +
+                      std::to_string(1 << kAddressBits));
+    }
+  }
+  const auto* const host = static_cast<const unsigned char*>(shared);
+  const bool is_dynamic = host >= dynamic && host < dynamic + launch->shared_bytes;
+  const std::size_t address = is_dynamic ? dynamic_offset() + std::size_t(host - dynamic)
+                                         : std::size_t(host - static_base());
+  if (address >> kAddressBits) stop(place, "its address is beyond the 256 KiB that a descriptor can tell");
+  return address >> 4 | std::uint64_t(leading >> 4) << 16 | std::uint64_t(stride >> 4) << 32;
+}
+
+void group_fence() { products[current].fenced = true; }
+void group_commit() { ++products[current].groups; }
+
+void begin_product(const Place& place, const GroupOperands& product, const unsigned* a) {
+  Products& mine = products[current];
+  const unsigned me = own_place();
+  if (current - me + kWarpgroup > block_threads) stop(place, "its warpgroup has not all 128 threads");
+  if (!mine.fenced) stop(place, "no group_fence has come before it, or since the last group_wait for products");
+  if (product.b & ~(kField | kField << 16 | kField << 32)) {
+    stop(place, "its descriptor has bits that no address or offset has");
+  }
+  if (mine.begun - mine.taken == kMostProducts) {
+    stop(place, std::to_string(kMostProducts) + " products are under way; the emulator knows no more");
+  }
+  Warpgroup& warpgroup = warpgroups[own_warpgroup()];
+  GroupProduct& one = warpgroup.product(mine.begun);
+  {
+    std::unique_lock<std::mutex> guard(products_guard, std::defer_lock);
+    if (on_threads) guard.lock();
+    if (one.given % kWarpgroup == 0) {
+      one.given = 0;
+      one.place = place;
+      one.product = product;
+      one.group = mine.groups;
+    } else if (!same_place(one.place, place) || one.product.columns != product.columns ||
+               one.product.transposed != product.transposed || one.product.accumulate != product.accumulate ||
+               one.product.b != product.b || one.group != mine.groups) {
+      stop(place, "another thread of its warpgroup gave other operands, or was in " + describe(one.place));
+    }
+    ++one.given;
+  }
+  const unsigned bytes = 2 * product.columns;
+  auto* const d = static_cast<char*>(product.d);
+  one.d[me] = product.d;
+  one.before[me] = nullptr;
+  for (std::uint64_t number = mine.begun; number > mine.taken && !one.before[me];) {
+    const GroupProduct& other = warpgroup.product(--number);
+    auto* const theirs = static_cast<char*>(other.d[me]);
+    if (d >= theirs + 2 * other.product.columns || theirs >= d + bytes) continue;
+    if (d != theirs || product.columns != other.product.columns) {
+      stop(place, "its d is in part that of a product under way, begun in " + describe(other.place));
+    }
+    if (!is_untouched(d, product.columns)) {
+      stop(place, "its d was touched between group_multiply and group_wait: it is that of a product under way, begun "
+                  "in " + describe(other.place));
+    }
+    one.before[me] = &other;
+  }
+  if (product.accumulate && !one.before[me]) std::memcpy(one.sums[me], d, bytes);
+  for (unsigned i = 0; i < bytes; i += 4) std::memcpy(d + i, &kUnderWay, 4);
+  std::memcpy(one.a[me], a, sizeof one.a[me]);
+  ++mine.begun;
+  if (current % kWarp == 0 && count) {
+    for (unsigned i = 0; i < product.columns / 8; ++i) count(kMma);
+  }
+}
+
+const void* row_to_read(const Place& place, unsigned i) {
+  return row_address(place, newest_product(), own_place() + kWarpgroup * i);
+}
+
+void give_row(unsigned i, const void* content) {
+  std::memcpy(newest_product().b[own_place() + kWarpgroup * i], content, 16);
+}
+
+bool wait_for_products(const Place& place, unsigned pending) {
+  if (is_ignored(place)) return false;
+  Products& mine = products[current];
+  std::uint64_t count = mine.waited;
+  while (count < mine.begun && warpgroups[own_warpgroup()].product(count).group + std::uint64_t(pending) < mine.groups) {
+    ++count;
+  }
+  if (count == mine.waited) return true;
+  mine.waited = count;
+  mine.fenced = false;
+  if (on_threads) {
+    on_threads->form_products_together(place, count);
+    return true;
+  }
+  Fiber& self = fibers[current];
+  self.place = place;
+  self.products = count;
+  self.state = State::at_warpgroup_operation;
+  to_scheduler();
+  return true;
+}
+
+bool next_product(const Place& place, Finished& finished) {
+  Products& mine = products[current];
+  if (mine.taken == mine.waited) return false;
+  const unsigned me = own_place();
+  Warpgroup& warpgroup = warpgroups[own_warpgroup()];
+  const GroupProduct& one = warpgroup.product(mine.taken++);
+  finished = {one.d[me], one.sums[me], 2 * one.product.columns, {}};
+  for (std::uint64_t number = mine.taken; number < mine.begun; ++number) {
+    if (warpgroup.product(number).d[me] == one.d[me]) finished.d = nullptr;
+  }
+  if (finished.d && !is_untouched(finished.d, one.product.columns)) {
+    stop(place, "the d of the product begun in " + describe(one.place) + " was touched before group_wait");
+  }
+  for (unsigned i = 0; i < 2; ++i) {
+    const unsigned row = me + kWarpgroup * i;
+    finished.rows[i] = row_address(place, one, row);
+    if (finished.rows[i] && std::memcmp(finished.rows[i], one.b[row], 16) != 0) {
+      stop(place, "the matrix of the product begun in " + describe(one.place) + " was changed before group_wait");
+    }
+  }
+  return true;
+}
+
 void group_barrier(const Place& place, int name, int threads) {
   if (is_ignored(place)) return;
   if (name < 1 || name >= int(kGroups)) stop(place, "its name is " + std::to_string(name) + "; legal: 1 to 15");
@@ -1350,6 +1681,11 @@ int emulator_launch(void (*entry)(), const Launch* wanted, const Argument* given
   if (posix_memalign(&memory, 128, std::max<std::size_t>(launch->shared_bytes, 1))) std::abort();
   dynamic = static_cast<unsigned char*>(memory);
   make_shadows();
+  if (block_threads / kWarpgroup > warpgroups_made) {
+    // As the system gives it: pages that no product touches are never there. Not freed, as the shadows.
+    warpgroups_made = block_threads / kWarpgroup;
+    warpgroups = static_cast<Warpgroup*>(std::calloc(warpgroups_made, sizeof(Warpgroup)));
+  }
 #ifdef EMULATOR_TSAN
   scheduler_tsan = __tsan_get_current_fiber();
 #endif
