@@ -33,10 +33,9 @@ struct Vectors {
 };
 
 struct Gather {
-  const RowOperand& rows;
+  Scalar sum[kRowBlocks][2 * kStepBlocks][4];  // sum_j G[i,j] v[j] of the warp's rows
   const unsigned char *by_row, *by_column;  // the lane's places in the first block of the planes
   int lane;
-  Scalar sum[kRowBlocks][2 * kStepBlocks][4] = {};  // sum_j G[i,j] v[j] of the strip's rows
 
   // G of BLOCKS blocks, in s, as fp16 numbers: an operand of sums over its columns.
   template <int BLOCKS>
@@ -155,6 +154,7 @@ struct Gather {
 // Any other item: weights relative to forward's log-sum-exps, over all scores of the rows.
 struct Shifted {
   Gather& gather;
+  const RowOperand& rows;
   const Vectors& of;
   int lane, row0;
   Scalar unit, top_offset;
@@ -163,7 +163,7 @@ struct Shifted {
 
   __device__ void add_tile(int column) {
     Scalar s[kRowBlocks][2][4];
-    form_scores<0, kRowBlocks, 16, true>(gather.rows, gather.by_column + plane_at(column, 0), s);
+    form_scores<0, kRowBlocks, 16, true>(rows, gather.by_column + plane_at(column, 0), s);
 #pragma unroll
     for (int t = 0; t < 2; ++t) {
 #pragma unroll

@@ -6,9 +6,12 @@
 // along the steps and along the variates at these distances.
 constexpr int kAlongSteps = plane_at(0, 8), kAlongVariates = plane_at(8, 0);
 
-// As columns of scores, with steps summed over.
+// As columns of scores, with steps summed over; and as steps of a weighted sum of variates.
 __device__ inline Descriptor columns_of_scores(const unsigned char* planes) {
   return describe(planes, kAlongSteps, kAlongVariates);
+}
+__device__ inline Descriptor steps_of_sums(const unsigned char* planes) {
+  return describe(planes, kAlongVariates, kAlongSteps);
 }
 
 __device__ inline Descriptor advance(Descriptor from, int bytes) { return from + static_cast<unsigned>(bytes >> 4); }
@@ -38,16 +41,51 @@ template <int N>
 __device__ inline void begin_scores(const Halves (&rows)[kParts][kStepBlocks][4], Descriptor columns, Scalar (&s)[N / 8][4]) {
   keep_registers(s);
   group_fence();
-  // The small products first: what they have to say is lost in a sum that is large already.
+  // The small products first, and all in the order of form_scores: a package may form scores by either.
 #pragma unroll
-  for (int product = kParts * 2 - 2; product >= 0; --product) {
-    const int of_row = product == 1 ? 1 : 0, of_column = product == 2 ? 1 : 0;
+  for (int k = 0; k < kStepBlocks; ++k) {
 #pragma unroll
-    for (int k = 0; k < kStepBlocks; ++k) {
+    for (int product = kParts * 2 - 2; product >= 0; --product) {
+      const int of_row = product == 1 ? 1 : 0, of_column = product == 2 ? 1 : 0;
       group_multiply<N, !kVariateMajor>(
           s, rows[of_row][k], advance(columns, of_column * kPlaneBytes + plane_at(0, 16 * k)),
           product != kParts * 2 - 2 || k > 0);
     }
   }
   group_commit();
+}
+
+// Adds to sum what the 16 variates at `from` give with the weights in pieces; N of the steps, from FIRST on.
+template <int N, int FIRST>
+__device__ inline void multiply_steps(const Halves (&pieces)[kParts][4], Descriptor from, Scalar (&sum)[2 * kStepBlocks][4]) {
+  Scalar(&part)[N / 8][4] = *reinterpret_cast<Scalar(*)[N / 8][4]>(&sum[FIRST / 8]);
+#pragma unroll
+  for (int product = kParts * 2 - 2; product >= 0; --product) {
+    const int of_weight = product == 1 ? 1 : 0, of_variate = product == 2 ? 1 : 0;
+    group_multiply<N, kVariateMajor>(
+        part, pieces[of_weight], advance(from, of_variate * kPlaneBytes + plane_at(0, FIRST)), true);
+  }
+  // What the widths of products leave over, widest first.
+  constexpr int kLeft = kStepsPadded - FIRST - N, kNext = kLeft >= 64 ? 64 : kLeft >= 32 ? 32 : 16;
+  if constexpr (kLeft > 0) multiply_steps<kNext, FIRST + N>(pieces, from, sum);
+}
+
+// Begins to add to the warpgroup's 64 rows of sums what COUNT * 16 variates at `from` give; group_wait ends it.
+template <int COUNT>
+__device__ inline void begin_sums(const Halves (&pieces)[COUNT][kParts][4], Descriptor from, Scalar (&sum)[2 * kStepBlocks][4]) {
+  constexpr int kFirst = kStepsPadded >= 64 ? 64 : kStepsPadded >= 32 ? 32 : 16;
+  keep_registers(sum);
+  group_fence();
+#pragma unroll
+  for (int c = 0; c < COUNT; ++c) multiply_steps<kFirst, 0>(pieces[c], advance(from, plane_at(16 * c, 0)), sum);
+  group_commit();
+}
+
+template <int COUNT>
+__device__ inline void hold_pieces(Halves (&pieces)[COUNT][kParts][4]) {
+#pragma unroll
+  for (int c = 0; c < COUNT; ++c) {
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) keep_registers(pieces[c][part]);
+  }
 }

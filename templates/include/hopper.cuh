@@ -97,6 +97,11 @@ __device__ void keep_registers(Scalar (&d)[COUNT][4]) {
   }
 }
 
+// The same for a left operand, which a product reads meanwhile.
+__device__ inline void keep_registers(Halves (&a)[4]) {
+  asm volatile("" : "+r"(a[0]), "+r"(a[1]), "+r"(a[2]), "+r"(a[3]) : : "memory");
+}
+
 // The operands of a product of N columns: the numbers of d's, and d itself.
 #define GROUP_D8 "%0, %1, %2, %3"
 #define GROUP_D16 GROUP_D8 ", %4, %5, %6, %7"
@@ -161,6 +166,7 @@ __device__ void group_wait(EMULATOR_CALLER) {
 }
 template <int COUNT>
 __device__ void keep_registers(Scalar (&)[COUNT][4]) {}
+__device__ inline void keep_registers(Halves (&)[4]) {}
 template <int N, bool TRANSPOSED>
 __device__ void group_multiply(Scalar (&d)[N / 8][4], const Halves (&a)[4], Descriptor b, bool accumulate,
                                EMULATOR_CALLER) {

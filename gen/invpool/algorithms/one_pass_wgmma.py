@@ -77,14 +77,23 @@ class OnePassWgmma(Algorithm[WgmmaPlan]):
     def strips(spec: PoolSpec) -> int:
         return -(-spec.H // _STRIP)
 
+    def _two(self, spec: PoolSpec, plan: WgmmaPlan) -> bool:
+        """Whether a warpgroup has two strips, whose one pair of each other is formed once."""
+        return self.strips(spec) == 2 and plan.groups == 1
+
     def layout(self, spec: PoolSpec, plan: WgmmaPlan) -> SharedLayout:
         rows, steps, parts = _STRIP * self.strips(spec), padded(spec.K), OnePassMma.parts(spec)
-        warps = 4 * plan.groups
-        regions = [("Planes", parts * rows * steps // 2, 0), ("Weights", 2 * rows, 0), ("Sums", 4 * (rows + 8), 0)]
-        # Partial sums of columns: of the one pair of two strips by rows of lanes, else by warps.
-        partials = 32 * (_STRIP + 8) if self.strips(spec) == 2 and plan.groups == 1 else rows * warps
-        regions += [("Partials", 2 * partials, 0), ("Mean", rows, 0), ("Offset", rows, 0)]
-        regions += [("Room", warps, 0), ("Agreed", 4 * warps, 0)]
+        warps, two = 4 * plan.groups, self._two(spec, plan)
+        regions = [("Planes", parts * rows * steps // 2, 0)]
+        if plan.direction == "forward":
+            # Partial sums of columns: of the one pair of two strips by rows of lanes, else by warps.
+            partials = 32 * (_STRIP + 8) if two else rows * warps
+            regions += [("Weights", 2 * rows, 0), ("Sums", 4 * (rows + 8), 0), ("Partials", 2 * partials, 0)]
+        else:
+            regions += [(name, rows, 0) for name in ("Gain", "Pooled", "Lse", "Low")]
+            if two:
+                regions += [("Pulled", _STRIP * warps, 0), ("Exchange", parts * _STRIP * (2 * _STRIP + 16) // 4, 0)]
+        regions += [("Mean", rows, 0), ("Offset", rows, 0), ("Room", warps, 0), ("Agreed", 4 * warps, 0)]
         if plan.prefetch:
             regions += [("Fetched", -(-spec.H * spec.K * spec.element_bytes // 16) * 4, 0), ("Barrier", 4, 0)]
         return SharedLayout.pack(4, regions)
@@ -120,6 +129,7 @@ class OnePassWgmma(Algorithm[WgmmaPlan]):
             "item_bytes": self.launch(spec, plan).shared_bytes,
             "parts": OnePassMma.parts(spec),
             "strips": self.strips(spec),
+            "two": self._two(spec, plan),
             "prefetch": plan.prefetch,
             "stage_lanes": staging_lanes(spec, threads, plan.prefetch),
         }

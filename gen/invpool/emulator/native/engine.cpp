@@ -61,7 +61,7 @@ constexpr std::size_t kMostArguments = 32;
 constexpr unsigned kGroups = 16;  // named barriers; the first is that of __syncthreads
 constexpr unsigned kWarpgroup = 128;
 constexpr unsigned kMostColumns = 128;  // of a product by a warpgroup
-constexpr unsigned kMostProducts = 32;  // under way, of a warpgroup
+constexpr unsigned kMostProducts = 128;  // under way, of a warpgroup
 // Of what registers hold while a product is to write them. A signalling NaN: arithmetic makes a quiet one of it, which
 // shows that they have been touched.
 constexpr std::uint32_t kUnderWay = 0xffbfffffu;
