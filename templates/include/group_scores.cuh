@@ -41,16 +41,14 @@ template <int N>
 __device__ inline void begin_scores(const Halves (&rows)[kParts][kStepBlocks][4], Descriptor columns, Scalar (&s)[N / 8][4]) {
   keep_registers(s);
   group_fence();
-  // The small products first, and all in the order of form_scores: a package may form scores by either.
+  // In the order of form_scores: a package may form scores by either.
 #pragma unroll
-  for (int k = 0; k < kStepBlocks; ++k) {
-#pragma unroll
-    for (int product = kParts * 2 - 2; product >= 0; --product) {
-      const int of_row = product == 1 ? 1 : 0, of_column = product == 2 ? 1 : 0;
-      group_multiply<N, !kVariateMajor>(
-          s, rows[of_row][k], advance(columns, of_column * kPlaneBytes + plane_at(0, 16 * k)),
-          product != kParts * 2 - 2 || k > 0);
-    }
+  for (int turn = 0; turn < kProducts * kStepBlocks; ++turn) {
+    const int product = kSmallFirst ? kProducts - 1 - turn / kStepBlocks : kProducts - 1 - turn % kProducts;
+    const int k = kSmallFirst ? turn % kStepBlocks : turn / kProducts;
+    const int of_row = product == 1 ? 1 : 0, of_column = product == 2 ? 1 : 0;
+    group_multiply<N, !kVariateMajor>(
+        s, rows[of_row][k], advance(columns, of_column * kPlaneBytes + plane_at(0, 16 * k)), turn > 0);
   }
   group_commit();
 }

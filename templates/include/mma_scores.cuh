@@ -3,6 +3,13 @@
 // A warp owns kRowBlocks blocks of 16 rows. Of a 16 x 8 piece of scores, a lane holds four: rows lane / 4 and
 // lane / 4 + 8, columns lane % 4 * 2 and the next.
 
+// A score is the sum of kProducts products: of the parts that are high and high (0), low and high (1), high and low (2).
+constexpr int kProducts = 2 * kParts - 1;
+// The small products of all steps first: what they have to say is lost in a sum that is large already. Where the steps are
+// too many to be staged at once, those of 16 steps at a time. Forward and backward must agree, whatever their plans: a
+// score that differs in its last bit is off by 1e-6 where one variate takes nearly all.
+constexpr bool kSmallFirst = kStepsPadded <= 128;
+
 // The rows' operand: in registers where the steps are few, else read again for each tile.
 struct RowOperand {
   static constexpr int kKept = kRowsKept ? kStepsPadded / 16 : 1;
@@ -34,16 +41,23 @@ struct RowOperand {
 // taken relative to forward's lse need that: where one score of 100 dominates, its last bit is 1e-5 of them.
 template <int FIRST, int BLOCKS, int N, bool SYMMETRIC = false, bool DIAGONAL = false>
 __device__ inline void form_scores(const RowOperand& rows, const unsigned char* columns, Scalar (&s)[BLOCKS][N / 8][4]) {
-  constexpr int kLoaded = DIAGONAL ? BLOCKS : N / 16;  // blocks of columns
   constexpr bool kApart = SYMMETRIC && kParts == 2;  // the two small products have sums of their own
   Scalar small[kApart ? 2 : 1][BLOCKS][N / 8][4];
-#pragma unroll(kRowsKept ? kStepsPadded / 16 : 1)
-  for (int k = 0; k < kStepsPadded; k += 16) {
-    Halves b[kParts][kLoaded][4], a[kParts][BLOCKS][4];
+  // Operands of 16 steps: where the rows' stay in registers, the columns' of all steps are loaded once, else as they come.
+  constexpr int kLoaded = DIAGONAL ? BLOCKS : N / 16;  // blocks of columns
+  constexpr int kHeld = kRowsKept ? kStepBlocks : 1;
+  Halves b[kHeld][kParts][kLoaded][4], a[kParts][BLOCKS][4];
+  const auto load_columns = [&](int k, int part) {
 #pragma unroll
-    for (int part = 0; part < kParts; ++part) {
+    for (int t = 0; t < kLoaded; ++t) {
+      load_by_steps(b[kRowsKept ? k / 16 : 0][part][t], columns + part * kPlaneBytes + plane_at(16 * t, k));
+    }
+  };
+  // The products `most` .. `least` of 16 steps from k on; `first` where nothing has been summed yet.
+  const auto add = [&](int k, int most, int least, bool first) {
 #pragma unroll
-      for (int t = 0; t < kLoaded; ++t) load_by_steps(b[part][t], columns + part * kPlaneBytes + plane_at(16 * t, k));
+    for (int part = 0; part < (most > 0 ? kParts : 1); ++part) {
+      if constexpr (!kRowsKept) load_columns(k, part);
 #pragma unroll
       for (int r = 0; r < BLOCKS; ++r) {
         if constexpr (kRowsKept) {
@@ -54,25 +68,42 @@ __device__ inline void form_scores(const RowOperand& rows, const unsigned char* 
         }
       }
     }
-    // The small products first: what they have to say is lost in a sum that is large already.
 #pragma unroll
-    for (int product = kParts * 2 - 2; product >= 0; --product) {
+    for (int product = most; product >= least; --product) {
       const int of_row = product == 1 ? 1 : 0, of_column = product == 2 ? 1 : 0;
 #pragma unroll
       for (int r = 0; r < BLOCKS; ++r) {
 #pragma unroll
         for (int t = 0; t < N / 8; ++t) {
-          const Halves(&column)[4] = b[of_column][DIAGONAL ? r : t / 2];
-          const Halves first = column[t % 2 * 2], last = column[t % 2 * 2 + 1];
+          const Halves(&column)[4] = b[kRowsKept ? k / 16 : 0][of_column][DIAGONAL ? r : t / 2];
           Scalar(&sum)[4] = *(kApart && product > 0 ? &small[kApart ? product - 1 : 0][r][t] : &s[r][t]);
-          if (k == 0 && (kApart || product == kParts * 2 - 2)) {
-            multiply(sum, a[of_row][r], first, last);
+          if (first && (kApart || product == most)) {
+            multiply(sum, a[of_row][r], column[t % 2 * 2], column[t % 2 * 2 + 1]);
           } else {
-            multiply_add(sum, a[of_row][r], first, last);
+            multiply_add(sum, a[of_row][r], column[t % 2 * 2], column[t % 2 * 2 + 1]);
           }
         }
       }
     }
+  };
+  if constexpr (kRowsKept) {
+#pragma unroll
+    for (int k = 0; k < kStepsPadded; k += 16) {
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) load_columns(k, part);
+    }
+  }
+  constexpr int kUnroll = kRowsKept ? kStepBlocks : 1;
+  if constexpr (kSmallFirst && kParts == 2 && !kApart) {
+    add(0, kProducts - 1, 1, true);
+#pragma unroll kUnroll
+    for (int k = 16; k < kStepsPadded; k += 16) add(k, kProducts - 1, 1, false);
+#pragma unroll kUnroll
+    for (int k = 0; k < kStepsPadded; k += 16) add(k, 0, 0, false);
+  } else {
+    add(0, kProducts - 1, 0, true);
+#pragma unroll kUnroll
+    for (int k = 16; k < kStepsPadded; k += 16) add(k, kProducts - 1, 0, false);
   }
   if constexpr (kApart) {
 #pragma unroll
