@@ -259,6 +259,9 @@ constexpr float kPlainNorm = 60 * 1.44269504f;
 // A centred item has Z >= e^-norm only.
 constexpr float kCentredNorm = 35 * 1.44269504f;
 constexpr float kPlainMean = 1048576;
+// A weight is divided by a weight, which is off by its last bit even where one variate takes all; the centre, beside which
+// differences are so small that its offset is larger than this, would make 1e-5 of dx of that.
+constexpr float kPlainOffset = 512;
 
 // Softmax over j does not see a vector that all x_j have in common, but float32 does: scores of a series 100 +- 0.05
 // are off by 1e-2. An item is staged without its first variate c where every one is near it: |x_h - c| < |x_h| / 2.
@@ -332,7 +335,7 @@ __device__ inline Staging stage_special(
     const Scalar mean = staged.sum / Scalar(kK);
     const Scalar offset = seen ? scale * log2e() * staged.with_centre : -Scalar(INFINITY);
     const Scalar limit = how.centre >= 0 ? kCentredNorm : kPlainNorm;
-    large = large || !(staged.norm < limit && fabs(mean) < kPlainMean && offset < Scalar(INFINITY));
+    large = large || !(staged.norm < limit && fabs(mean) < kPlainMean && (!seen || fabs(offset) < kPlainOffset));
     top = fmax(top, offset);
     keep(h, mean, offset);
   };
