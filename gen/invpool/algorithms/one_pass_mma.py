@@ -19,7 +19,6 @@ _COLUMNS: Final = (16, 32)
 _ITEMS: Final = (1, 2, 4, 8)
 _REGISTERS: Final = (64, 80, 96, 128, 168, 255)
 _MOST_STRIPS: Final = 16
-_OLDEST: Final = 80
 _STAGE_LANES: Final = 8
 # Steps up to which a strip's operand is kept in registers.
 _KEPT_STEPS: Final = 32
@@ -55,6 +54,7 @@ class OnePassMma(Algorithm[MmaPlan]):
     summary: ClassVar[str] = "tensor cores on half of the scores, items whole in shared memory, no scratch in DRAM"
     extra_state: ClassVar[Literal["attn", "lse_low"] | None] = "lse_low"
     always_keeps_out_acc: ClassVar[bool] = True
+    oldest_arch: ClassVar[str] = "sm_80"
     plan_type = MmaPlan
 
     def candidates(self, spec: PoolSpec, direction: Direction) -> Iterator[MmaPlan]:
@@ -71,8 +71,9 @@ class OnePassMma(Algorithm[MmaPlan]):
     def reject(self, spec: PoolSpec, plan: MmaPlan, gpu: Gpu) -> str | None:
         if spec.dtype == "float64":
             return "tensor cores here multiply fp16 numbers, of which two make a float32; float64 wants another algorithm"
-        if int(gpu.arch.removeprefix("sm_")) < _OLDEST:
-            return f"needs sm_{_OLDEST} or newer; {gpu.name} is {gpu.arch}"
+        too_old = self.reject_arch(gpu.arch)
+        if too_old:
+            return f"{too_old} ({gpu.name})"
         columns = _COLUMNS if plan.direction == "forward" else _COLUMNS[:1]
         for name, legal in (
             ("row_blocks", _ROW_BLOCKS),
