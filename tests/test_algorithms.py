@@ -92,12 +92,13 @@ def test_one_pass_mma_is_for_what_tensor_cores_take() -> None:
         plans = algorithm.legal(spec, gpu, direction)
         if spec.dtype == "float64" or gpu.arch == "sm_75":
             assert not plans, (spec, gpu.name)
-        elif spec.H <= 137 and spec.K <= 97 and gpu.shared_per_block > 150 * 1024:
+        elif spec.H <= 137 and spec.K <= 97 and gpu.shared_per_block > 200 * 1024:
             assert plans, (spec, gpu.name)
     reasons = {
         (PoolSpec(33, 4, "float64"), "h200"): "float64 wants another algorithm",
         (PoolSpec(33, 4), "t4"): "needs sm_80 or newer, not sm_75 (t4)",
         (PoolSpec(1025, 3), "h200"): "strips of 16 rows, one a warp; legal: at most 16; raise row_blocks",
+        (PoolSpec(137, 168), "h200"): "needs about 234 registers for each of 288 threads; a thread has at most 255",
         (PoolSpec(137, 400), "h200"): "bytes of shared memory a block, h200 has 232448; lower items, set prefetch=False",
     }
     for (spec, gpu_name), reason in reasons.items():
@@ -121,7 +122,7 @@ def test_one_pass_mma_launches_a_warp_a_strip_and_a_wave_of_blocks() -> None:
             # ldmatrix and cp.async want 16 bytes, and every item of a block has the same layout.
             assert all(region.offset % 16 == 0 for region in layout.regions)
             assert launch.shared_bytes % (16 * plan.items) == 0
-            assert ("Fetched" in {region.name for region in layout.regions}) == plan.prefetch
+            assert ("Fetched" in {region.label for region in layout.regions}) == plan.prefetch
 
 
 @pytest.mark.parametrize(

@@ -103,11 +103,16 @@ class OnePassMma(Algorithm[MmaPlan]):
                 f"needs {shared} bytes of shared memory a block, {gpu.name} has {gpu.shared_per_block}; "
                 "lower items, set prefetch=False, or take an algorithm that does not hold an item whole"
             )
-        needed = self._least_registers(spec, plan)
+        needed, threads = self._least_registers(spec, plan), self.launch(spec, plan).threads
+        if needed > max(_REGISTERS) or needed * threads > gpu.registers_per_sm:
+            return (
+                f"needs about {needed} registers for each of {threads} threads; a thread has at most {max(_REGISTERS)}, "
+                f"a block {gpu.registers_per_sm}; lower row_blocks, or take an algorithm that goes through K in steps"
+            )
         if needed > plan.registers:
             return f"needs about {needed} registers a thread, the plan allows {plan.registers}"
-        if plan.registers * self.launch(spec, plan).threads > gpu.registers_per_sm:
-            return f"{plan.registers} registers for {self.launch(spec, plan).threads} threads; lower registers"
+        if plan.registers * threads > gpu.registers_per_sm:
+            return f"{plan.registers} registers for {threads} threads; lower registers"
         return None
 
     @staticmethod
