@@ -99,7 +99,10 @@ def test_one_pass_mma_is_for_what_tensor_cores_take() -> None:
         (PoolSpec(33, 4), "t4"): "needs sm_80 or newer, not sm_75 (t4)",
         (PoolSpec(1025, 3), "h200"): "strips of 16 rows, one a warp; legal: at most 16; raise row_blocks",
         (PoolSpec(137, 168), "h200"): "needs about 234 registers for each of 288 threads; a thread has at most 255",
-        (PoolSpec(137, 400), "h200"): "bytes of shared memory a block, h200 has 232448; lower items, set prefetch=False",
+        (
+            PoolSpec(137, 400),
+            "h200",
+        ): "bytes of shared memory a block, h200 has 232448; lower items, set prefetch=False",
     }
     for (spec, gpu_name), reason in reasons.items():
         with pytest.raises(PlanError, match=re.escape(reason)):

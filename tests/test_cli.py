@@ -129,7 +129,11 @@ def test_explain_shows_what_made_recompute_slow(tmp_path: Path) -> None:
         (("generate", "--H", "3", "--K", "3", "--layout", "khb"), 2, "legal: bhk, bkh"),
         (("generate", "--H", "3", "--K", "3", "--arch", "sm_70"), 2, "legal: sm_75"),
         (("generate", "--H", "3", "--K", "3", "--gpu", "v100"), 2, "is not listed; legal: t4"),
-        (("generate", "--H", "3", "--K", "3", "--algorithm", "magic"), 2, "legal: one_pass, one_pass_mma, recompute, three_pass"),
+        (
+            ("generate", "--H", "3", "--K", "3", "--algorithm", "magic"),
+            2,
+            "legal: one_pass, one_pass_mma, recompute, three_pass",
+        ),
         (
             ("generate", "--H", "3", "--K", "3", "--algorithm", "one_pass_mma", "--arch", "sm_90", "--arch", "sm_75"),
             1,

@@ -1,4 +1,4 @@
-"""Numbers that are hard on one_pass_mma, whose scores are made of fp16 numbers: against float64, and against themselves."""
+"""Numbers that are hard on one_pass_mma, whose scores are made of fp16 numbers."""
 
 from __future__ import annotations
 
@@ -80,7 +80,9 @@ def check(
     given = None if scale is None else float(torch.tensor(scale))
     truth = pool_ref(x, g, spec.layout, given, mask)
     leaf = x.detach().requires_grad_()
-    today_out = composite(leaf if spec.layout == "bhk" else leaf.mT, None if given is None else torch.tensor(given), mask)
+    today_out = composite(
+        leaf if spec.layout == "bhk" else leaf.mT, None if given is None else torch.tensor(given), mask
+    )
     (today_dx,) = torch.autograd.grad(today_out, leaf, g)
     got_out, got_dx = run(pool, x, g, mask, scale)
     for what, got, today, exact in (

@@ -34,6 +34,9 @@ COMBINATIONS = [
 ]
 STRIDE = 6
 FEWEST_ROWS = 512  # as in invpool.check
+# Of items of one to three variates a few that are nearly tied make up the norm of dx: over four times as many rows
+# one_pass_mma is at 1.4 times the composite's error, over 512 anywhere from 0.7 to 2.3.
+FEWEST_ROWS_OF_TINY_ITEMS = 2048
 
 
 def _cases() -> list:
@@ -68,7 +71,8 @@ def test_against_float64(algorithm: str, spec: PoolSpec, position: int) -> None:
     pool = EmulatedPool(spec, choice)
     kinds = ("normal", "large", "shifted")
     for shift, kind in enumerate(kinds):
-        x, g, mask = inputs(spec, kind, items=max(2, FEWEST_ROWS // spec.H))
+        rows = FEWEST_ROWS_OF_TINY_ITEMS if spec.H <= 3 and algorithm == "one_pass_mma" else FEWEST_ROWS
+        x, g, mask = inputs(spec, kind, items=max(2, rows // spec.H))
         x, g = guarded(x, shift), guarded(g, shift)  # a view may start at any element
         truth = pool_ref(x, g, spec.layout, mask=mask)
         out_today, dx_today = composite_errors(x, g, truth, spec.layout, mask)
@@ -79,7 +83,9 @@ def test_against_float64(algorithm: str, spec: PoolSpec, position: int) -> None:
         assert norm_error(dx, truth.dx) <= tolerance(spec, "dx", dx_today), plans
 
 
-@pytest.mark.parametrize(("algorithm", "H"), [("one_pass", 1025), ("recompute", 1000), ("three_pass", 1000)])
+@pytest.mark.parametrize(
+    ("algorithm", "H"), [("one_pass", 1025), ("one_pass_mma", 1024), ("recompute", 1000), ("three_pass", 1000)]
+)
 def test_sums_over_many_variates_keep_their_digits(algorithm: str, H: int) -> None:
     """Summed in one chain, a thousand terms cost dx more than twice the composite's error."""
     spec = PoolSpec(H, 1)

@@ -60,7 +60,9 @@ def test_a_right_package_is_proved(spec: PoolSpec, tmp_path: Path) -> None:
 
 def test_it_is_the_kernel_that_runs(tmp_path: Path) -> None:
     spec = PoolSpec(9, 4)
-    edited = write_package(tmp_path / "p", spec, lambda s: s.replace("result += pooled[t]", "result += 2 * pooled[t]"), "three_pass")
+    edited = write_package(
+        tmp_path / "p", spec, lambda s: s.replace("result += pooled[t]", "result += 2 * pooled[t]"), "three_pass"
+    )
     op = EmulatedOp(edited)
     proof = prove(op, "cpu", name="emulator")
     assert not proof.ok

@@ -25,7 +25,7 @@ from invpool.spec import DTYPES, LAYOUTS, PoolSpec
 GpuOp = Callable[..., GeneratedOp]
 # Whole tiles; tails in H, K and both; one row; one step; more shared memory than the default; a full block of rows.
 SHAPES = ((128, 32), (7, 96), (33, 4), (1, 5), (5, 1), (137, 97), (321, 96), (1000, 16), (21, 720))
-# For one_pass_mma, which holds an item whole: one off its blocks of 16 rows and steps, primes, circles of 1 to 16 strips.
+# For one_pass_mma, which holds an item whole: one off its blocks of 16, primes, circles of 1 to 16 strips.
 MMA_SHAPES = (
     *((128, 32), (7, 96), (33, 4), (1, 5), (5, 1), (137, 97), (16, 16), (17, 15), (15, 17), (31, 64), (48, 20)),
     *((64, 40), (80, 33), (113, 31), (127, 33), (129, 17), (255, 16), (257, 8), (512, 8), (21, 160)),

@@ -135,7 +135,9 @@ def test_a_fresh_thread_may_be_the_first_to_load(gpu_package: GpuPackage, tmp_pa
 
 
 @pytest.mark.parametrize("algorithm", ["one_pass", "one_pass_mma"])
-def test_capture_cold_is_one_clear_error_and_warm_replays_bitwise(gpu_package: GpuPackage, tmp_path: Path, algorithm: str) -> None:
+def test_capture_cold_is_one_clear_error_and_warm_replays_bitwise(
+    gpu_package: GpuPackage, tmp_path: Path, algorithm: str
+) -> None:
     folder = tmp_path / "cold"
     shutil.copytree(gpu_package(PoolSpec(21, 9), algorithm), folder)
     manifest = json.loads((folder / "manifest.json").read_text())

@@ -11,7 +11,7 @@ from invpool.abi import Direction
 from invpool.algorithms.base import Algorithm, Launch, Plan, min_blocks
 from invpool.cost import Cost
 from invpool.gpu import WARP, Gpu
-from invpool.layout import Region, SharedLayout
+from invpool.layout import SharedLayout
 from invpool.spec import PoolSpec
 
 _ROW_BLOCKS: Final = (1, 2, 4)
@@ -70,7 +70,9 @@ class OnePassMma(Algorithm[MmaPlan]):
 
     def reject(self, spec: PoolSpec, plan: MmaPlan, gpu: Gpu) -> str | None:
         if spec.dtype == "float64":
-            return "tensor cores here multiply fp16 numbers, of which two make a float32; float64 wants another algorithm"
+            return (
+                "tensor cores here multiply fp16 numbers, of which two make a float32; float64 wants another algorithm"
+            )
         too_old = self.reject_arch(gpu.arch)
         if too_old:
             return f"{too_old} ({gpu.name})"
@@ -106,8 +108,8 @@ class OnePassMma(Algorithm[MmaPlan]):
         needed, threads = self._least_registers(spec, plan), self.launch(spec, plan).threads
         if needed > max(_REGISTERS) or needed * threads > gpu.registers_per_sm:
             return (
-                f"needs about {needed} registers for each of {threads} threads; a thread has at most {max(_REGISTERS)}, "
-                f"a block {gpu.registers_per_sm}; lower row_blocks, or take an algorithm that goes through K in steps"
+                f"needs about {needed} registers for each of {threads} threads; a thread has at most "
+                f"{max(_REGISTERS)}, a block {gpu.registers_per_sm}; lower row_blocks, or take an algorithm that goes through K in steps"
             )
         if needed > plan.registers:
             return f"needs about {needed} registers a thread, the plan allows {plan.registers}"
@@ -199,8 +201,10 @@ class OnePassMma(Algorithm[MmaPlan]):
         blocks = launch.blocks(batch)
         rows = self.strips(spec, plan) * 16 * plan.row_blocks
         scores = rows * rows / 2
-        traffic = spec.least_bytes(plan.direction, batch) + batch * spec.H * 12
         backward = plan.direction == "backward"
+        # The state beside out; backward reads out as it was kept.
+        state = 3 * spec.scalar_bytes - (spec.element_bytes if backward else 0)
+        traffic = spec.least_bytes(plan.direction, batch) + batch * spec.H * (state + spec.masked)
         return Cost(
             fma=round(batch * (scores * (13 if backward else 7) + spec.H * spec.K * 8)),
             fp64=False,
