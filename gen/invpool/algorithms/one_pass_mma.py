@@ -108,8 +108,8 @@ class OnePassMma(Algorithm[MmaPlan]):
         needed, threads = self._least_registers(spec, plan), self.launch(spec, plan).threads
         if needed > max(_REGISTERS) or needed * threads > gpu.registers_per_sm:
             return (
-                f"needs about {needed} registers for each of {threads} threads; a thread has at most "
-                f"{max(_REGISTERS)}, a block {gpu.registers_per_sm}; lower row_blocks, or take an algorithm that goes through K in steps"
+                f"needs about {needed} registers for each of {threads} threads; a thread has at most {_REGISTERS[-1]}, "
+                f"a block {gpu.registers_per_sm}; lower row_blocks, or take an algorithm that goes through K in steps"
             )
         if needed > plan.registers:
             return f"needs about {needed} registers a thread, the plan allows {plan.registers}"
