@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 
 import pytest
 
@@ -25,7 +26,7 @@ GRID = [
 
 
 def test_the_algorithms_are_found() -> None:
-    assert {"one_pass", "three_pass", "recompute"} <= set(ALGORITHMS)
+    assert {"one_pass", "one_pass_mma", "three_pass", "recompute"} <= set(ALGORITHMS)
 
 
 def test_reference_footprint() -> None:
@@ -82,6 +83,81 @@ def test_one_pass_takes_every_shape_on_every_gpu() -> None:
     for H, K in ((8192, 4096), (8192, 1), (2000, 3)):
         for dtype in DTYPES:
             assert choose(PoolSpec(H, K, dtype), known_gpu("t4")).algorithm.name == "one_pass"  # type: ignore[arg-type]
+
+
+def test_one_pass_mma_is_for_what_tensor_cores_take() -> None:
+    """Wherever it is legal it fits; where it cannot be, the reason is a limit of the hardware, by name."""
+    algorithm = find_algorithm("one_pass_mma")
+    for spec, gpu, direction in itertools.product(GRID[::2], KNOWN_GPUS.values(), DIRECTIONS):
+        plans = algorithm.legal(spec, gpu, direction)
+        if spec.dtype == "float64" or gpu.arch == "sm_75":
+            assert not plans, (spec, gpu.name)
+        elif spec.H <= 137 and spec.K <= 97 and gpu.shared_per_block > 200 * 1024:
+            assert plans, (spec, gpu.name)
+    reasons = {
+        (PoolSpec(33, 4, "float64"), "h200"): "float64 wants another algorithm",
+        (PoolSpec(33, 4), "t4"): "needs sm_80 or newer, not sm_75 (t4)",
+        (PoolSpec(1025, 3), "h200"): "strips of 16 rows, one a warp; legal: at most 16; raise row_blocks",
+        (PoolSpec(137, 168), "h200"): "needs about 234 registers for each of 288 threads; a thread has at most 255",
+        (
+            PoolSpec(137, 400),
+            "h200",
+        ): "bytes of shared memory a block, h200 has 232448; lower items, set prefetch=False",
+    }
+    for (spec, gpu_name), reason in reasons.items():
+        with pytest.raises(PlanError, match=re.escape(reason)):
+            choose(spec, known_gpu(gpu_name), "one_pass_mma")
+
+
+def test_one_pass_mma_launches_a_warp_a_strip_and_a_wave_of_blocks() -> None:
+    algorithm = find_algorithm("one_pass_mma")
+    for spec, gpu, direction in itertools.product(GRID[:40:3], (known_gpu("a10"), H200), DIRECTIONS):
+        for plan in algorithm.legal(spec, gpu, direction)[::5]:
+            launch, layout = algorithm.launch(spec, plan), algorithm.layout(spec, plan)
+            strips = algorithm.strips(spec, plan)  # type: ignore[attr-defined]
+            assert launch.threads == 32 * strips * plan.items
+            assert (strips - 1) * 16 * plan.row_blocks < spec.H <= strips * 16 * plan.row_blocks
+            assert launch.most_blocks == gpu.wave(launch.threads, launch.shared_bytes, plan.registers)
+            assert launch.blocks(10**6) == launch.most_blocks
+            assert launch.blocks(1) == 1
+            assert plan == algorithm.fitted(spec, plan, gpu)
+            assert algorithm.plan_from_knobs(direction, plan.knobs) == plan
+            # ldmatrix and cp.async want 16 bytes, and every item of a block has the same layout.
+            assert all(region.offset % 16 == 0 for region in layout.regions)
+            assert launch.shared_bytes % (16 * plan.items) == 0
+            assert ("Fetched" in {region.label for region in layout.regions}) == plan.prefetch
+
+
+@pytest.mark.parametrize(
+    ("spec", "direction", "knobs", "reason"),
+    [
+        (PoolSpec(128, 32), "forward", {"row_blocks": 3}, "row_blocks is 3; legal: 1, 2, 4"),
+        (PoolSpec(128, 32), "forward", {"columns": 8}, "columns is 8; legal: 16, 32"),
+        (PoolSpec(128, 32), "backward", {"columns": 32}, "columns is 32; legal: 16"),
+        (PoolSpec(128, 32), "forward", {"prefetch": 1}, "prefetch is 1; legal: True, False"),
+        (PoolSpec(128, 32), "forward", {"items": True}, "items is True; legal: 1, 2, 4, 8"),
+        (PoolSpec(128, 32), "forward", {"most_blocks": 0}, "most_blocks is 0; it must be at least 1"),
+        (PoolSpec(128, 32), "forward", {"row_blocks": 1, "columns": 32}, "lower columns or raise row_blocks"),
+        (PoolSpec(16, 32), "forward", {"row_blocks": 2}, "strips of 32 rows for 16 variates; lower row_blocks"),
+        (PoolSpec(128, 32), "forward", {"items": 2}, "items share a block only where a warp holds one"),
+        (PoolSpec(128, 32), "backward", {"row_blocks": 4, "registers": 128}, "registers a thread, the plan allows 128"),
+        (PoolSpec(7, 2000), "forward", {"row_blocks": 1, "items": 8}, "lower items, set prefetch=False"),
+    ],
+)
+def test_reasons_of_one_pass_mma(spec: PoolSpec, direction: str, knobs: dict[str, object], reason: str) -> None:
+    algorithm = find_algorithm("one_pass_mma")
+    plan = algorithm.plan_from_knobs(direction, knobs)  # type: ignore[arg-type]
+    assert reason in (algorithm.reject(spec, plan, H200) or "legal")
+
+
+def test_archs_that_an_algorithm_cannot_serve_pass_it_over() -> None:
+    spec = PoolSpec(128, 32)
+    assert choose(spec, H200).algorithm.name == "one_pass_mma"
+    assert choose(spec, H200, archs=("sm_90", "sm_80")).algorithm.name == "one_pass_mma"
+    assert choose(spec, H200, archs=("sm_90", "sm_75")).algorithm.name in ("one_pass", "three_pass")
+    assert choose(spec, known_gpu("t4")).algorithm.name in ("one_pass", "three_pass")
+    with pytest.raises(PlanError, match="one_pass_mma: needs sm_80 or newer, not sm_75"):
+        choose(spec, H200, "one_pass_mma", archs=("sm_75", "sm_90"))
 
 
 def test_one_pass_keeps_a_row_of_state_and_no_scratch() -> None:
@@ -158,7 +234,7 @@ def test_rows_beyond_a_block() -> None:
 
 
 def test_unknown_algorithm_and_knob() -> None:
-    with pytest.raises(ValueError, match="'two_pass'; legal: one_pass, recompute, three_pass"):
+    with pytest.raises(ValueError, match="'two_pass'; legal: one_pass, one_pass_mma, recompute, three_pass"):
         find_algorithm("two_pass")
     with pytest.raises(ValueError, match="no plan parameter tile"):
         find_algorithm("three_pass").plan_from_knobs("forward", {"tile": 3})

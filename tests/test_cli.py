@@ -50,9 +50,9 @@ def test_generate_ends_with_what_a_person_needs(package: Path) -> None:
         "spills",
         "shared",
         "occupancy",
-        "forward:  three_pass shared_order=",
+        "forward:  one_pass_mma row_blocks=",
         "closed form for CPU tensors: ok",
-        "targets:  sm_90, compute_75",
+        "targets:  sm_90, compute_80",
         'op = invpool.load("build/h7_k5_f32_bhk")',
         "from h7_k5_f32_bhk import inverted_attention_pool",
     ):
@@ -70,23 +70,23 @@ def test_json_is_json(package: Path) -> None:
     shown = json.loads(invpool("show", str(package), "--json", cwd=home).stdout)
     assert shown["manifest"]["slug"] == "h7_k5_f32_bhk"
     explained = json.loads(invpool("explain", "--H", "7", "--K", "5", "--json", cwd=home).stdout)
-    assert {row["algorithm"] for row in explained["rows"]} >= {"one_pass", "three_pass", "recompute"}
+    assert {row["algorithm"] for row in explained["rows"]} >= {"one_pass", "one_pass_mma", "three_pass", "recompute"}
 
 
 def test_show_prints_the_source(package: Path) -> None:
     done = invpool("show", str(package), "--source", "backward", cwd=package.parent)
-    assert done.stdout.rstrip("\n") == (package / "three_pass_backward.cu").read_text().rstrip("\n")
+    assert done.stdout.rstrip("\n") == (package / "one_pass_mma_backward.cu").read_text().rstrip("\n")
     assert "regenerate with: invpool generate --H 7 --K 5" in invpool("show", str(package), cwd=package.parent).stdout
 
 
 def test_a_package_with_parts_missing_gets_one_line(package: Path, tmp_path: Path) -> None:
     copy = tmp_path / "p"
     shutil.copytree(package, copy)
-    (copy / "three_pass_forward.cu").unlink()
+    (copy / "one_pass_mma_forward.cu").unlink()
     (copy / "runtime.py").unlink()
     (copy / "proof.json").write_text('{"kernels": {}}')
     for words, message in (
-        (("show", "p", "--source", "forward"), "three_pass_forward.cu cannot be read"),
+        (("show", "p", "--source", "forward"), "one_pass_mma_forward.cu cannot be read"),
         (("check", "p"), "p lacks runtime.py; regenerate with: invpool generate --H 7 --K 5"),
     ):
         done = invpool(*words, cwd=tmp_path)
@@ -129,7 +129,21 @@ def test_explain_shows_what_made_recompute_slow(tmp_path: Path) -> None:
         (("generate", "--H", "3", "--K", "3", "--layout", "khb"), 2, "legal: bhk, bkh"),
         (("generate", "--H", "3", "--K", "3", "--arch", "sm_70"), 2, "legal: sm_75"),
         (("generate", "--H", "3", "--K", "3", "--gpu", "v100"), 2, "is not listed; legal: t4"),
-        (("generate", "--H", "3", "--K", "3", "--algorithm", "magic"), 2, "legal: one_pass, recompute, three_pass"),
+        (
+            ("generate", "--H", "3", "--K", "3", "--algorithm", "magic"),
+            2,
+            "legal: one_pass, one_pass_mma, recompute, three_pass",
+        ),
+        (
+            ("generate", "--H", "3", "--K", "3", "--algorithm", "one_pass_mma", "--arch", "sm_90", "--arch", "sm_75"),
+            1,
+            "no legal plan for h3_k3_f32_bhk on h200: one_pass_mma: needs sm_80 or newer, not sm_75",
+        ),
+        (
+            ("generate", "--H", "3", "--K", "3", "--algorithm", "one_pass_mma", "--gpu", "t4"),
+            1,
+            "no legal plan for h3_k3_f32_bhk on t4: one_pass_mma: needs sm_80 or newer, not sm_75",
+        ),
         (
             ("generate", "--H", "900", "--K", "96", "--gpu", "h200", "--algorithm", "three_pass"),
             1,

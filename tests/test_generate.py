@@ -16,7 +16,7 @@ from typer.testing import CliRunner, Result
 import invpool
 from helpers import fake_compiler
 from invpool import generate as generate_room
-from invpool.binding import import_package, output_lock
+from invpool.binding import import_package, output_lock, require_manifest
 from invpool.cache import KernelCache
 from invpool.check import Finding, Proof, prove, tolerance
 from invpool.cli.app import app
@@ -44,12 +44,53 @@ def test_without_a_gpu_five_archs_and_ptx_planned_for_the_default(tmp_path: Path
     result = generate(Request(SPEC, tmp_path / "p"), cache)
     assert result.archs == DEFAULT_ARCHS
     assert (result.gpu.name, result.gpu_is_present) == ("h200", False)
-    assert [t.name for t, _ in result.kernels[0].images] == [*DEFAULT_ARCHS, "compute_75"]
+    assert [t.name for t, _ in result.kernels[0].images] == [*DEFAULT_ARCHS, "compute_80"]
     assert result.kernel_proof is None
     assert result.cpu_proof.ok
     proof = json.loads((tmp_path / "p" / "proof.json").read_text())
     assert proof["kernels"] is None
     assert proof["closed_form"]["device"] == "cpu"
+
+
+def test_code_is_for_gpus_that_the_algorithm_can_serve(tmp_path: Path, cache: KernelCache) -> None:
+    """Archs that are asked for limit what is chosen; PTX is for the oldest GPU that the algorithm knows."""
+
+    def made(name: str, **options: object) -> tuple[str, list[str]]:
+        result = generate(Request(SPEC, tmp_path / name, **options), cache)  # type: ignore[arg-type]
+        return result.choice.algorithm.name, [t.name for t, _ in result.kernels[1].images]
+
+    assert made("new", archs=("sm_90",)) == ("one_pass_mma", ["sm_90", "compute_80"])
+    chosen, targets = made("old", archs=("sm_90", "sm_75"))
+    assert chosen != "one_pass_mma"
+    assert targets == ["sm_90", "sm_75", "compute_75"]
+    chosen, targets = made("t4", gpu=known_gpu("t4"))
+    assert chosen != "one_pass_mma"
+    assert targets == ["sm_75", "compute_75"]
+    assert made("named", algorithm="one_pass", archs=("sm_80",)) == ("one_pass", ["sm_80", "compute_75"])
+    with pytest.raises(PlanError, match="one_pass_mma: needs sm_80 or newer, not sm_75"):
+        made("never", algorithm="one_pass_mma", archs=("sm_75",))
+    assert not (tmp_path / "never").exists()
+
+
+def test_a_package_of_newer_gpus_says_what_serves_an_older_one(
+    tmp_path: Path, cache: KernelCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither hint names the algorithm, which could not be generated for that GPU."""
+    folder = tmp_path / "p"
+    generate(Request(SPEC, folder, algorithm="one_pass_mma"), cache)
+    plain = f"invpool generate {SPEC.cli_arguments()} "
+    monkeypatch.setattr(generate_room, "present_gpu", lambda: known_gpu("t4"))
+    obstacle = generate_room.package_obstacle(folder, require_manifest(folder))
+    assert obstacle == (
+        "the forward plan, made for h200, is not legal on t4: needs sm_80 or newer, not sm_75 (t4); "
+        f"regenerate with: {plain}--out {folder} --force"
+    )
+    op = import_package(folder).op
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Tesla T4")
+    with pytest.raises(RuntimeError, match=r"no code for sm_75 \(Tesla T4\); present: .*compute_80; ") as caught:
+        op._load(0, op._kernels[0])
+    assert str(caught.value).endswith(f"regenerate with: {plain}--arch sm_75")
 
 
 def test_archs_asked_for_or_of_the_gpu_asked_for(tmp_path: Path, cache: KernelCache) -> None:

@@ -19,6 +19,8 @@ from invpool.spec import DTYPES, LAYOUTS, PoolSpec
 
 GOLDEN = Path(__file__).parent / "golden"
 H200 = known_gpu("h200")
+# Those whose default kernels are recorded: one_pass_mma once its templates have come to rest.
+GOLDEN_NAMES = ["one_pass", "three_pass"]
 CASES = [
     (name, direction, PoolSpec(33, 6, dtype, layout, masked=masked))
     for name in sorted(ALGORITHMS)
@@ -26,11 +28,12 @@ CASES = [
     for dtype in DTYPES
     for layout in LAYOUTS
     for masked in (False, True)
+    if name != "one_pass_mma" or dtype != "float64"
 ]
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-@pytest.mark.parametrize("name", ["one_pass", "three_pass"])
+@pytest.mark.parametrize("name", GOLDEN_NAMES)
 def test_golden_source(name: str, direction: str) -> None:
     """The default kernels, to the letter. After a wanted change: INVPOOL_UPDATE_GOLDEN=1 pytest, and read the diff."""
     algorithm = find_algorithm(name)
@@ -56,10 +59,12 @@ def test_every_kernel_renders(name: str, direction: str, spec: PoolSpec) -> None
     assert text.count('extern "C" __global__') == 1
     assert f"{name}_{direction}_{spec.slug}(" in text
     assert "static_assert" in text
-    assert not re.search(r"\{\{|\}\}\}|\{%|#\s*include\s*\"", text)
+    # What inline PTX has in braces begins with the number of an operand, a directive never does.
+    assert not re.search(r"\{\{|\}\}\}|\{%(?!\d)|#\s*include\s*\"", text)
     assert max(len(line) for line in text.splitlines()) <= 140
     for leak in (os.getcwd(), str(Path.home()), os.uname().nodename):
-        assert leak not in text
+        # As a word: a machine may be called vm, and PTX has a movmatrix.
+        assert not re.search(rf"(?<!\w){re.escape(leak)}(?!\w)", text)
     assert f"invpool generate {spec.cli_arguments()}" in text
 
 

@@ -13,6 +13,7 @@ import importlib.resources
 import importlib.util
 import json
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -202,9 +203,12 @@ def require_manifest(folder: Path) -> dict[str, Any]:
     return manifest
 
 
-def replace_command(folder: Path, manifest: dict[str, Any]) -> str:
+def replace_command(folder: Path, manifest: dict[str, Any], any_algorithm: bool = False) -> str:
     """What to type to make a package again, for the GPU that is there, in its place."""
-    return f"{manifest.get('regenerate', 'invpool generate --H ... --K ...')} --out {folder} --force"
+    regenerate = str(manifest.get("regenerate", "invpool generate --H ... --K ..."))
+    if any_algorithm:
+        regenerate = re.sub(r" --algorithm \S+", "", regenerate)
+    return f"{regenerate} --out {folder} --force"
 
 
 def _recorded_hashes(manifest: dict[str, Any]) -> dict[str, str]:

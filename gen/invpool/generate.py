@@ -36,8 +36,6 @@ from invpool.spec import PoolSpec
 
 log = logging.getLogger("invpool")
 
-# PTX that every supported GPU's driver can finish.
-_PTX_ARCH: Final = "sm_75"
 _NO_GPU: Final = "there is none here"
 
 # Where kernels are run to prove them.
@@ -104,7 +102,7 @@ def build_kernels(
     cache: KernelCache,
     progress: Callable[[str], None] = lambda _: None,
 ) -> tuple[BuiltKernel, ...]:
-    """Renders both directions and compiles each for every arch, and PTX for the rest.
+    """Renders both directions and compiles each for every arch, and PTX for the newer rest.
 
     Raises:
         CompileError, CompilerNotFoundError, TemplateError: see there.
@@ -113,7 +111,8 @@ def build_kernels(
     for direction in DIRECTIONS:
         plan = choice.plan(direction)
         source = render_kernel(choice.algorithm, spec, plan)
-        targets = [Target(choice.algorithm.arch_target(arch)) for arch in archs] + [Target.ptx(_PTX_ARCH)]
+        targets = [Target(choice.algorithm.arch_target(arch)) for arch in archs]
+        targets.append(Target.ptx(choice.algorithm.oldest_arch))
         images = []
         for target in targets:
             progress(f"{choice.algorithm.name} {direction} {target.name}")
@@ -146,7 +145,8 @@ def gpu_obstacle(
 
 def package_obstacle(folder: Path, manifest: dict[str, Any]) -> str | None:
     """Why the kernels of a package cannot be run on a GPU here, and what to type to get some that can."""
-    if present_gpu() is None:
+    present = present_gpu()
+    if present is None:
         return _NO_GPU
     try:
         plans = recorded_plans(manifest)
@@ -155,7 +155,8 @@ def package_obstacle(folder: Path, manifest: dict[str, Any]) -> str | None:
         log.warning("whether the plans of %s are legal on this GPU cannot be told: %s", folder, error)
         return None
     obstacle = gpu_obstacle(PoolSpec(**manifest["spec"]), plans, manifest["planned_for"])
-    return obstacle and f"{obstacle}; regenerate with: {replace_command(folder, manifest)}"
+    too_old = any(algorithm.reject_arch(present.arch) for algorithm, _ in plans)
+    return obstacle and f"{obstacle}; regenerate with: {replace_command(folder, manifest, too_old)}"
 
 
 def proving_places(on: On | None, obstacle: str | None) -> tuple[bool, bool]:
@@ -209,7 +210,7 @@ def generate(
     """
     gpu, present = planning_gpu(request.gpu)
     archs = _archs(request, gpu, present)
-    choice = choose(request.spec, gpu, request.algorithm)
+    choice = choose(request.spec, gpu, request.algorithm, archs=archs)
     plans = [(choice.algorithm, choice.plan(direction)) for direction in DIRECTIONS]
     on_gpu, on_emulator = proving_places(request.on, gpu_obstacle(request.spec, plans))
     check_output(request.out, request.force)

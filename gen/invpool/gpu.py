@@ -106,6 +106,11 @@ def known_gpu(name: str) -> Gpu:
         raise ValueError(f"GPU {name!r} is not listed; legal: {', '.join(KNOWN_GPUS)}") from None
 
 
+def arch_number(arch: str) -> int:
+    """75 of ``sm_75``."""
+    return int(arch.removeprefix("sm_"))
+
+
 def check_arch(arch: str) -> str:
     """Returns ``arch`` if invpool builds for it.
 

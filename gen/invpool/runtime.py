@@ -20,6 +20,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -449,9 +450,13 @@ class GeneratedOp:
         capability = torch.cuda.get_device_capability(device)
         target = choose_image(list(files), capability)
         if target is None:
+            regenerate = self._regenerate
+            # PTX is made for the oldest GPU that the algorithm runs on: where there is some, another one is needed.
+            if any(name.startswith("compute_") for name in files):
+                regenerate = re.sub(r" --algorithm \S+", "", regenerate)
             raise LoadError(
                 f"no code for sm_{capability[0]}{capability[1]} ({torch.cuda.get_device_name(device)}); present: "
-                f"{', '.join(files)}; regenerate with: {self._regenerate} --arch sm_{capability[0]}{capability[1]}"
+                f"{', '.join(files)}; regenerate with: {regenerate} --arch sm_{capability[0]}{capability[1]}"
             )
         name, digest = files[target]
         # Of several copies of the package, some may be gone by now.

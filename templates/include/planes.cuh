@@ -347,13 +347,13 @@ __device__ inline void stage(const ItemView& item, int centre, Scalar factor, un
 // ---- which items need more than the plain way
 
 // Row norms below this, and scores with them: e^60 times 8192 variates times a mean fits a float32.
-constexpr float kPlainNorm = 60 * 1.44269504f;
+constexpr int kPlainNorm = 86;  // 60 * log2 e
 // A centred item has Z >= e^-norm only.
-constexpr float kCentredNorm = 35 * 1.44269504f;
-constexpr float kPlainMean = 1048576;
+constexpr int kCentredNorm = 50;  // 35 * log2 e
+constexpr int kPlainMean = 1048576;
 // A weight is divided by a weight, which is off by its last bit even where one variate takes all; the centre, beside which
 // differences are so small that its offset is larger than this, would make 1e-5 of dx of that.
-constexpr float kPlainOffset = 512;
+constexpr int kPlainOffset = 512;
 
 // How an item was staged.
 struct Staging {
@@ -404,7 +404,7 @@ __device__ inline Staging stage_special(
     const bool seen = item.takes_part(h);
     const Scalar mean = staged.sum / Scalar(kK);
     const Scalar offset = seen ? scale * log2e() * staged.with_centre : -Scalar(INFINITY);
-    const Scalar limit = how.centre >= 0 ? kCentredNorm : kPlainNorm;
+    const int limit = how.centre >= 0 ? kCentredNorm : kPlainNorm;
     large = large || !(staged.norm < limit && fabs(mean) < kPlainMean && (!seen || fabs(offset) < kPlainOffset));
     top = fmax(top, offset);
     keep(h, mean, offset);

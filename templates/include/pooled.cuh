@@ -88,5 +88,5 @@ __device__ inline Result result_of(bool takes_part, Pooled sum, Scalar base, con
   const Scalar high = (how.top_offset + (base + log_weights)) * ln2();
   // Backward takes exponents relative to lse: what the rounding of lse lost would be an error of every weight.
   // It is formed in the order in which backward takes it off: a weight of 1 is then 1 to the last bit.
-  return {pooled + how.centre_mean, pooled, high, fma(-high, log2e(), how.top_offset) + base + log_weights};
+  return {pooled + how.centre_mean, pooled, high, fma(high, -log2e(), how.top_offset) + base + log_weights};
 }

@@ -72,6 +72,28 @@ def test_cost_is_what_is_counted(case: str, algorithm: str, direction: Direction
     assert cost.global_wavefronts == pytest.approx(counters.global_wavefronts, rel=0.05)
 
 
+MMA_CASES = {
+    "default spec": (PoolSpec(128, 32), None),
+    "three strips, tails": (PoolSpec(37, 21), {"row_blocks": 1}),
+    "16 bits, time-major": (PoolSpec(64, 24, "float16", "bkh"), {"row_blocks": 2}),
+    "items of a warp each, masked": (PoolSpec(7, 20, masked=True), {"items": 2}),
+}
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize(
+    "case", [pytest.param(name, marks=[] if i < 1 else [pytest.mark.slow]) for i, name in enumerate(MMA_CASES)]
+)
+def test_cost_of_one_pass_mma(case: str, direction: Direction) -> None:
+    """Exact for the bytes alone. Its operations are an estimate, its barriers and passes of memory not foretold yet."""
+    spec, knobs = MMA_CASES[case]
+    cost, counters, dram = measured("one_pass_mma", spec, knobs, direction)
+    assert cost.dram_bytes + spec.scalar_bytes == dram  # the scale
+    assert cost.barriers is None
+    assert 0.5 < cost.fma / counters.issued.fma_class < 1.7
+    assert 0.35 < cost.mufu / counters.issued.transcendental < 1.1
+
+
 def test_the_ablation_costs_what_it_is_kept_to_show() -> None:
     (_, means_once, _), (_, means_anew, _) = (
         measured(name, PoolSpec(64, 40), CASES["wide columns, tail tile"][1], "backward")

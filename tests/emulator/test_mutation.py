@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
-import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +17,12 @@ from invpool.render import inline_header
 from invpool.spec import PoolSpec
 
 REPO = Path(__file__).parents[2]
-POINTS = runpy.run_path(str(REPO / "tools" / "mutation.py"))["points"]
+_spec = importlib.util.spec_from_file_location("mutation_tool", REPO / "tools" / "mutation.py")
+assert _spec is not None
+assert _spec.loader is not None
+_tool = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(_tool)
+points = _tool.points
 
 
 def test_the_record_has_every_synchronisation_point() -> None:
@@ -27,16 +32,18 @@ def test_the_record_has_every_synchronisation_point() -> None:
     for algorithm in ALGORITHMS:
         for direction, source in EmulatedPool(spec, default_choice(spec, algorithm)).sources.items():
             rows = [r for r in record["rows"] if (r["algorithm"], r["direction"]) == (algorithm, direction)]
-            assert [operation for _, operation in POINTS(source)] == [row["operation"] for row in rows]
+            # Of kernels that may fetch ahead, the default ones do.
+            operations = [row["operation"] for row in rows if row.get("prefetch") is not False]
+            assert [operation for _, operation in points(source)] == operations, (algorithm, direction)
 
 
 def test_points_are_calls_and_no_definitions() -> None:
-    assert POINTS(inline_header("include/primitives.cuh")) == []
+    assert points(inline_header("include/primitives.cuh")) == []
     source = (
         "wait_copies<1>();\n__syncthreads();  // group_barrier(1, 64)\ngroup_barrier(1, 64);\n  if (t) __syncwarp();"
     )
     operations = [(1, "wait_copies"), (2, "__syncthreads"), (3, "group_barrier"), (4, "__syncwarp")]
-    assert POINTS(source) == operations
+    assert points(source) == operations
 
 
 @pytest.mark.slow

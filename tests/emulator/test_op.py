@@ -60,7 +60,9 @@ def test_a_right_package_is_proved(spec: PoolSpec, tmp_path: Path) -> None:
 
 def test_it_is_the_kernel_that_runs(tmp_path: Path) -> None:
     spec = PoolSpec(9, 4)
-    edited = write_package(tmp_path / "p", spec, lambda s: s.replace("result += pooled[t]", "result += 2 * pooled[t]"))
+    edited = write_package(
+        tmp_path / "p", spec, lambda s: s.replace("result += pooled[t]", "result += 2 * pooled[t]"), "three_pass"
+    )
     op = EmulatedOp(edited)
     proof = prove(op, "cpu", name="emulator")
     assert not proof.ok
@@ -84,7 +86,10 @@ def test_arguments_come_from_the_manifest(tmp_path: Path) -> None:
 
 def test_an_unwritten_output_is_an_error_with_its_name(tmp_path: Path) -> None:
     folder = write_package(
-        tmp_path / "p", PoolSpec(9, 4), lambda s: s.replace("lse[row_index] =", "if (h != 4) lse[row_index] =")
+        tmp_path / "p",
+        PoolSpec(9, 4),
+        lambda s: s.replace("lse[row_index] =", "if (h != 4) lse[row_index] ="),
+        "three_pass",
     )
     with pytest.raises(
         EmulationError, match=r"h9_k4_f32_bhk forward: lse: 2 of 18 elements are poison, first at \[0, 4\]"

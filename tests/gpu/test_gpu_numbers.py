@@ -25,6 +25,17 @@ from invpool.spec import DTYPES, LAYOUTS, PoolSpec
 GpuOp = Callable[..., GeneratedOp]
 # Whole tiles; tails in H, K and both; one row; one step; more shared memory than the default; a full block of rows.
 SHAPES = ((128, 32), (7, 96), (33, 4), (1, 5), (5, 1), (137, 97), (321, 96), (1000, 16), (21, 720))
+# For one_pass_mma, which holds an item whole: one off its blocks of 16, primes, circles of 1 to 16 strips.
+MMA_SHAPES = (
+    *((128, 32), (7, 96), (33, 4), (1, 5), (5, 1), (137, 97), (16, 16), (17, 15), (15, 17), (31, 64), (48, 20)),
+    *((64, 40), (80, 33), (113, 31), (127, 33), (129, 17), (255, 16), (257, 8), (512, 8), (21, 160)),
+)
+# One warp more, and the threads of its backward would want more registers than a block has.
+SERIES = {"one_pass_mma": (128, 168)}
+# Tensor cores take no float64.
+ALGORITHM_DTYPES = [
+    (name, dtype) for name in sorted(ALGORITHMS) for dtype in DTYPES if (name, dtype) != ("one_pass_mma", "float64")
+]
 
 
 def _input(spec: PoolSpec, items: int = 3) -> Tensor:
@@ -33,12 +44,12 @@ def _input(spec: PoolSpec, items: int = 3) -> Tensor:
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("algorithm", sorted(ALGORITHMS))
+@pytest.mark.parametrize(("algorithm", "dtype"), ALGORITHM_DTYPES)
 def test_every_kind_of_kernel_is_proved(gpu_op: GpuOp, algorithm: str, dtype: str, layout: str, masked: bool) -> None:
     """Walks through the shapes so that each is met by each dtype."""
     index = DTYPES.index(dtype) + 2 * LAYOUTS.index(layout) + 4 * masked + sorted(ALGORITHMS).index(algorithm)
-    spec = PoolSpec(*SHAPES[index % len(SHAPES)], dtype, layout, masked=masked)  # type: ignore[arg-type]
+    shapes = MMA_SHAPES if algorithm == "one_pass_mma" else SHAPES
+    spec = PoolSpec(*shapes[index % len(shapes)], dtype, layout, masked=masked)  # type: ignore[arg-type]
     if dtype == "float64" and spec.H * spec.K * 8 > 200_000:
         spec = PoolSpec(137, 97, dtype, layout, masked=masked)  # type: ignore[arg-type]
     proof = prove(gpu_op(spec, algorithm), "cuda", seed=1)
@@ -46,8 +57,11 @@ def test_every_kind_of_kernel_is_proved(gpu_op: GpuOp, algorithm: str, dtype: st
     assert proof.ok, proof
 
 
-@pytest.mark.parametrize("algorithm", ["one_pass", "three_pass"])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    ("algorithm", "shape"),
+    [(name, shape) for name in ("one_pass", "three_pass") for shape in SHAPES]
+    + [("one_pass_mma", shape) for shape in MMA_SHAPES],
+)
 def test_every_shape_in_float32(gpu_op: GpuOp, shape: tuple[int, int], algorithm: str) -> None:
     proof = prove(gpu_op(PoolSpec(*shape), algorithm), "cuda", seed=2)
     assert proof.ok, proof
@@ -77,14 +91,14 @@ def test_constants_need_masked_tails(gpu_op: GpuOp) -> None:
 @pytest.mark.parametrize("algorithm", sorted(ALGORITHMS))
 def test_unnormalised_series_stay_exact(gpu_op: GpuOp, algorithm: str) -> None:
     """100 +- 0.05 in float32: attention and dx within 1e-5, where the composite has 1e-2."""
-    spec = PoolSpec(137, 168)
-    x = (100 + 0.05 * random_input(137, 168, "bhk", 4)).float().cuda().requires_grad_()
-    g = torch.randn(4, 137, device="cuda")
+    spec = PoolSpec(*SERIES.get(algorithm, (137, 168)))
+    x = (100 + 0.05 * random_input(spec.H, spec.K, "bhk", 4)).float().cuda().requires_grad_()
+    g = torch.randn(4, spec.H, device="cuda")
     op, truth = gpu_op(spec, algorithm), pool_ref(x, g)
     (dx,) = torch.autograd.grad(op(x), x, g)
     assert norm_error(dx, truth.dx) <= 1e-5
     keys = x.detach().double() - x.detach().double().mean(1, keepdim=True)
-    exact = torch.softmax(x.detach().double() @ keys.mT / math.sqrt(168), -1)
+    exact = torch.softmax(x.detach().double() @ keys.mT / math.sqrt(spec.K), -1)
     assert norm_error(op.attention_map(x.detach()), exact) <= 1e-5
 
 
@@ -118,9 +132,8 @@ def test_one_variate_far_from_the_first_switches_centring_off(gpu_op: GpuOp, alg
     torch.testing.assert_close(out, truth.out, rtol=2e-5, atol=2e-6)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("algorithm", "dtype"), [pair for pair in ALGORITHM_DTYPES if pair[0] != "recompute"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("algorithm", ["one_pass", "three_pass"])
 def test_guarded_inputs_at_every_offset(gpu_op: GpuOp, algorithm: str, dtype: str, layout: str) -> None:
     """A view into a buffer of NaN, starting at each element of a 16-byte line: bitwise as from a fresh tensor."""
     spec = PoolSpec(21, 96, dtype, layout)  # type: ignore[arg-type]
@@ -192,9 +205,10 @@ def test_attention_map_of_the_kernel(gpu_op: GpuOp) -> None:
     torch.testing.assert_close(a.sum(-1), torch.ones(3, 33, device="cuda"))
 
 
-def test_scale_given_and_learned(gpu_op: GpuOp) -> None:
+@pytest.mark.parametrize("algorithm", ["one_pass", "one_pass_mma"])
+def test_scale_given_and_learned(gpu_op: GpuOp, algorithm: str) -> None:
     spec = PoolSpec(21, 9)
-    op, x, g = gpu_op(spec), _input(spec).requires_grad_(), torch.randn(3, 21, device="cuda")
+    op, x, g = gpu_op(spec, algorithm), _input(spec).requires_grad_(), torch.randn(3, 21, device="cuda")
     for scale in (0.0, -0.4, 2.5):
         truth = pool_ref(x, g, scale=scale)
         assert norm_error(op(x, scale).detach(), truth.out) <= 5e-7
@@ -215,7 +229,7 @@ def test_the_same_bits_every_time_and_for_every_batch(gpu_op: GpuOp, algorithm: 
     g = torch.randn(16, 137, device="cuda")
     out = op(x)
     (dx,) = torch.autograd.grad(out, x, g)
-    for _ in range(30):
+    for _ in range(50):
         again = op(x)
         assert torch.equal(again, out)
         assert torch.equal(torch.autograd.grad(again, x, g)[0], dx)
@@ -225,14 +239,42 @@ def test_the_same_bits_every_time_and_for_every_batch(gpu_op: GpuOp, algorithm: 
         assert torch.equal(torch.autograd.grad(op(one), one, g[item : item + 1])[0][0], dx[item])
 
 
+@pytest.mark.parametrize(
+    "spec",
+    [PoolSpec(7, 20), PoolSpec(33, 6, masked=True), PoolSpec(70, 24, "float16", "bkh"), PoolSpec(128, 32)],
+    ids=lambda spec: spec.slug,
+)
+def test_blocks_that_go_from_item_to_item_take_nothing_along(gpu_op: GpuOp, spec: PoolSpec) -> None:
+    """More items than a launch has places for, plain ones and others, one of NaN: each as if it were alone."""
+    op = gpu_op(spec, "one_pass_mma")
+    launch = op.manifest["kernels"][0]["launch"]
+    places = launch["most_blocks"] * launch["items_per_block"]
+    batch = 2 * places + 5
+    x = random_input(spec.H, spec.K, spec.layout, batch)
+    x[1::4], x[2::4] = 4 * x[1::4], (1 if spec.element_bytes == 2 else 100) + 0.05 * x[2::4]
+    x = x.to(getattr(torch, spec.dtype)).cuda()
+    x[places // 2] = math.nan
+    mask = torch.rand(batch, spec.H, device="cuda") < 0.7 if spec.masked else None
+    g = torch.randn(batch, spec.H, device="cuda").to(x.dtype)
+    leaf = x.requires_grad_()
+    out = op(leaf, mask=mask)
+    (dx,) = torch.autograd.grad(out, leaf, g)
+    first = [0, 1, 2, places // 2 + 1, places - 1]
+    for i in (*first, *(places + i for i in first), places + places // 2, batch - 2, batch - 1):
+        one = x[i : i + 1].detach().clone().requires_grad_()
+        alone = op(one, mask=None if mask is None else mask[i : i + 1])
+        assert torch.equal(alone[0], out[i]), i
+        assert torch.equal(torch.autograd.grad(alone, one, g[i : i + 1])[0][0], dx[i]), i
+
+
 @pytest.mark.parametrize("algorithm", sorted(ALGORITHMS))
 def test_a_masked_first_variate_does_not_cost_the_others_their_digits(gpu_op: GpuOp, algorithm: str) -> None:
     """The centre of an un-normalised item is its first variate that takes part."""
-    spec = PoolSpec(137, 168, masked=True)
-    x = (100 + 0.05 * random_input(137, 168, "bhk", 4)).float().cuda()
-    mask = torch.rand(4, 137, device="cuda") < 0.7
+    spec = PoolSpec(*SERIES.get(algorithm, (137, 168)), masked=True)
+    x = (100 + 0.05 * random_input(spec.H, spec.K, "bhk", 4)).float().cuda()
+    mask = torch.rand(4, spec.H, device="cuda") < 0.7
     mask[:, 0] = False
-    g = torch.randn(4, 137, device="cuda")
+    g = torch.randn(4, spec.H, device="cuda")
     leaf, truth = x.clone().requires_grad_(), pool_ref(x, g, mask=mask)
     (dx,) = torch.autograd.grad(gpu_op(spec, algorithm)(leaf, mask=mask), leaf, g)
     assert norm_error(dx, truth.dx) <= 1e-5
@@ -243,6 +285,18 @@ TILES = ((64, 4, 16), (32, 4, 32), (16, 2, 64), (64, 8, 32), (16, 4, 16))
 PLANS = [
     ("three_pass", {"shared_order": order, "columns": columns, "k_tile": k_tile}) for order, columns, k_tile in ORDERS
 ] + [("one_pass", {"rows": rows, "thread_rows": thread_rows, "k_step": k_step}) for rows, thread_rows, k_step in TILES]
+MMA_PLANS = [
+    (PoolSpec(33, 40), {"row_blocks": 1, "prefetch": False}),
+    (PoolSpec(33, 40, layout="bkh"), {"row_blocks": 2, "columns": 32}),
+    (PoolSpec(64, 7), {"row_blocks": 1, "prefetch": False}),
+    (PoolSpec(100, 40), {"row_blocks": 2, "columns": 32, "prefetch": False}),
+    (PoolSpec(100, 40, "float16"), {"row_blocks": 4, "columns": 32}),
+    (PoolSpec(130, 24), {"row_blocks": 4, "columns": 16}),
+    (PoolSpec(70, 24, layout="bkh"), {"row_blocks": 1, "prefetch": False}),
+    (PoolSpec(7, 20), {"row_blocks": 1, "items": 8}),
+    (PoolSpec(7, 21, "bfloat16", masked=True), {"row_blocks": 1, "items": 4, "prefetch": False}),
+    (PoolSpec(29, 20, layout="bkh"), {"row_blocks": 2, "items": 2}),
+]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
@@ -257,8 +311,25 @@ def test_plans_off_the_default_path(tmp_path: Path, algorithm: str, knobs: dict[
         # float64 halves what fits; float32 must have them all.
         assert dtype == "float64", found.name
         return
-    kernels = build_kernels(spec, Choice(found, *plans), (gpu.arch,), KernelCache())  # type: ignore[arg-type]
-    with staged_package(tmp_path / spec.slug, package_files(spec, gpu.name, kernels, (TableRow(0, 0, 1),))):
+    _prove_plans(tmp_path, spec, Choice(found, *plans))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("spec", "knobs"), MMA_PLANS, ids=lambda value: getattr(value, "slug", str(value)))
+def test_plans_of_one_pass_mma(tmp_path: Path, spec: PoolSpec, knobs: dict[str, object]) -> None:
+    gpu, found, plans = present_gpu(), find_algorithm("one_pass_mma"), []
+    assert gpu is not None
+    for direction in DIRECTIONS:
+        # Wide tiles are forward's alone.
+        wanted = {name: value for name, value in knobs.items() if direction == "forward" or name != "columns"}
+        plans.append(next(p for p in found.legal(spec, gpu, direction) if wanted.items() <= p.knobs.items()))
+    _prove_plans(tmp_path, spec, Choice(found, *plans))
+
+
+def _prove_plans(folder: Path, spec: PoolSpec, choice: Choice) -> None:
+    gpu = present_gpu()
+    assert gpu is not None
+    kernels = build_kernels(spec, choice, (gpu.arch,), KernelCache())
+    with staged_package(folder / spec.slug, package_files(spec, gpu.name, kernels, (TableRow(0, 0, 1),))):
         pass
-    proof = prove(import_package(tmp_path / spec.slug).op, "cuda", seed=4)
+    proof = prove(import_package(folder / spec.slug).op, "cuda", seed=4)
     assert proof.ok, proof

@@ -25,9 +25,10 @@ GpuOp = Callable[..., GeneratedOp]
 GpuPackage = Callable[..., Path]
 
 
-def test_batches_beyond_the_grid_axes_that_stop_at_65535(gpu_op: GpuOp) -> None:
+@pytest.mark.parametrize("algorithm", ["one_pass", "one_pass_mma"])
+def test_batches_beyond_the_grid_axes_that_stop_at_65535(gpu_op: GpuOp, algorithm: str) -> None:
     for spec, batches in ((PoolSpec(7, 8), (65535, 65536, 70001)), (PoolSpec(1, 1), (65536,))):
-        op = gpu_op(spec)
+        op = gpu_op(spec, algorithm)
         for batch in batches:
             x = torch.randn(batch, spec.H, spec.K, device="cuda", requires_grad=True)
             g = torch.randn(batch, spec.H, device="cuda")
@@ -40,7 +41,7 @@ def test_batches_beyond_the_grid_axes_that_stop_at_65535(gpu_op: GpuOp) -> None:
             assert torch.equal(torch.autograd.grad(op(last), last, g[-1:])[0][0], dx[-1])
 
 
-@pytest.mark.parametrize("algorithm", ["one_pass", "three_pass"])
+@pytest.mark.parametrize("algorithm", ["one_pass", "one_pass_mma", "three_pass"])
 def test_offsets_beyond_32_bits(gpu_op: GpuOp, algorithm: str) -> None:
     """x has 2.2e9 elements, and so has the attention scratch: wrapped offsets would hit the first items."""
     spec = PoolSpec(256, 104, "float16")
@@ -70,8 +71,9 @@ def test_empty_batch_launches_nothing(gpu_op: GpuOp) -> None:
     torch.testing.assert_close(op(torch.ones(1, 7, 8, device="cuda")), torch.ones(1, 7, device="cuda"))
 
 
-def test_the_current_stream_is_used(gpu_op: GpuOp) -> None:
-    op = gpu_op(PoolSpec(21, 96))
+@pytest.mark.parametrize("algorithm", ["one_pass", "one_pass_mma"])
+def test_the_current_stream_is_used(gpu_op: GpuOp, algorithm: str) -> None:
+    op = gpu_op(PoolSpec(21, 96), algorithm)
     y = torch.randn(8, 21, 96, device="cuda")
     expected = 2 * op(y)
     stream = torch.cuda.Stream()
@@ -87,8 +89,9 @@ def test_the_current_stream_is_used(gpu_op: GpuOp) -> None:
         assert torch.equal(z, expected)  # on another stream it would have read zeros
 
 
-def test_backward_in_autograds_thread_and_in_threads_of_our_own(gpu_op: GpuOp) -> None:
-    op = gpu_op(PoolSpec(21, 96))
+@pytest.mark.parametrize("algorithm", ["one_pass", "one_pass_mma"])
+def test_backward_in_autograds_thread_and_in_threads_of_our_own(gpu_op: GpuOp, algorithm: str) -> None:
+    op = gpu_op(PoolSpec(21, 96), algorithm)
 
     def train(seed: int, rounds: int) -> list[torch.Tensor]:
         generator = torch.Generator("cuda").manual_seed(seed)
@@ -131,9 +134,12 @@ def test_a_fresh_thread_may_be_the_first_to_load(gpu_package: GpuPackage, tmp_pa
     torch.testing.assert_close(got[0], torch.ones(1, 7, device="cuda"))
 
 
-def test_capture_cold_is_one_clear_error_and_warm_replays_bitwise(gpu_package: GpuPackage, tmp_path: Path) -> None:
+@pytest.mark.parametrize("algorithm", ["one_pass", "one_pass_mma"])
+def test_capture_cold_is_one_clear_error_and_warm_replays_bitwise(
+    gpu_package: GpuPackage, tmp_path: Path, algorithm: str
+) -> None:
     folder = tmp_path / "cold"
-    shutil.copytree(gpu_package(PoolSpec(21, 9)), folder)
+    shutil.copytree(gpu_package(PoolSpec(21, 9), algorithm), folder)
     manifest = json.loads((folder / "manifest.json").read_text())
     (folder / "manifest.json").write_text(json.dumps(manifest | {"generator": "cold"}))
     op = invpool.load(folder)
@@ -173,8 +179,9 @@ def test_opcheck(gpu_op: GpuOp, spec: PoolSpec, variant: str) -> None:
     torch.library.opcheck(raw.backward.default, (g, x, None, mask, *state))
 
 
-def test_strides_and_broadcast_gradients(gpu_op: GpuOp) -> None:
-    op = gpu_op(PoolSpec(21, 9))
+@pytest.mark.parametrize("algorithm", ["one_pass", "one_pass_mma"])
+def test_strides_and_broadcast_gradients(gpu_op: GpuOp, algorithm: str) -> None:
+    op = gpu_op(PoolSpec(21, 9), algorithm)
     raw = torch.randn(21, 4, 9, device="cuda")
     for x in (
         raw.transpose(0, 1),
@@ -214,9 +221,10 @@ def test_gradcheck_and_double_backward(gpu_op: GpuOp) -> None:
     assert torch.autograd.gradgradcheck(op, (x,))
 
 
-def test_ptx_alone_serves_a_gpu_that_no_cubin_is_for(gpu_package: GpuPackage, tmp_path: Path) -> None:
+@pytest.mark.parametrize("algorithm", ["one_pass", "one_pass_mma"])
+def test_ptx_alone_serves_a_gpu_that_no_cubin_is_for(gpu_package: GpuPackage, tmp_path: Path, algorithm: str) -> None:
     folder = tmp_path / "ptx"
-    shutil.copytree(gpu_package(PoolSpec(21, 9)), folder)
+    shutil.copytree(gpu_package(PoolSpec(21, 9), algorithm), folder)
     path = folder / "manifest.json"
     manifest = json.loads(path.read_text())
     for kernel in manifest["kernels"]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import pkgutil
+from collections.abc import Sequence
 from typing import Any, Final
 
 from invpool.abi import DIRECTIONS, Direction
@@ -85,8 +86,13 @@ def best_plan(
     return min(ranked, key=rank, default=None)
 
 
-def choose(spec: PoolSpec, gpu: Gpu, algorithm: str | None = None, batch: int = CHOICE_BATCH) -> Choice:
+def choose(
+    spec: PoolSpec, gpu: Gpu, algorithm: str | None = None, batch: int = CHOICE_BATCH, archs: Sequence[str] = ()
+) -> Choice:
     """The default plans for a spec on a GPU: the algorithm of least predicted time, or the one named.
+
+    Args:
+        archs: what else the kernels are to be compiled for; an algorithm that needs a newer one is passed over.
 
     Raises:
         PlanError: nothing is legal; the message gives each algorithm's reason.
@@ -96,6 +102,10 @@ def choose(spec: PoolSpec, gpu: Gpu, algorithm: str | None = None, batch: int = 
     choices: list[Choice] = []
     reasons: list[str] = []
     for candidate in wanted:
+        too_old = candidate.reject_arch(*archs)
+        if too_old:
+            reasons.append(f"{candidate.name}: {too_old}")
+            continue
         best = {direction: best_plan(candidate, spec, gpu, direction, batch) for direction in DIRECTIONS}
         if best["forward"] and best["backward"]:
             choices.append(Choice(candidate, best["forward"][0], best["backward"][0]))

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Final, Generic, Literal, TypeVar
 
 from invpool.abi import Direction
 from invpool.cost import Cost
-from invpool.gpu import Gpu
+from invpool.gpu import Gpu, arch_number
 from invpool.layout import SharedLayout
 from invpool.spec import PoolSpec
 
@@ -89,6 +89,8 @@ class Algorithm(ABC, Generic[P]):
     extra_state: ClassVar[Literal["attn", "lse_low"] | None] = None
     # Whether out is kept unrounded for every dtype, not only for those of 16 bits.
     always_keeps_out_acc: ClassVar[bool] = False
+    # The oldest architecture that has what the templates use. PTX is made for it: any newer GPU's driver can finish it.
+    oldest_arch: ClassVar[str] = "sm_75"
     plan_type: type[P]
 
     def state(self, spec: PoolSpec) -> tuple[str, ...]:
@@ -137,6 +139,11 @@ class Algorithm(ABC, Generic[P]):
     def arch_target(self, arch: str) -> str:
         """The nvcc target for an architecture; algorithms that need its features add the suffix (``sm_90a``)."""
         return arch
+
+    def reject_arch(self, *archs: str) -> str | None:
+        """Why the templates cannot be compiled for these architectures; None if they can."""
+        old = [arch for arch in archs if arch_number(arch) < arch_number(self.oldest_arch)]
+        return f"needs {self.oldest_arch} or newer, not {', '.join(old)}" if old else None
 
     def legal(self, spec: PoolSpec, gpu: Gpu, direction: Direction) -> list[P]:
         """The candidates, fitted to the GPU, that :meth:`reject` lets pass, in the order of the space."""

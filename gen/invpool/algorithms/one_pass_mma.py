@@ -11,7 +11,7 @@ from invpool.abi import Direction
 from invpool.algorithms.base import Algorithm, Launch, Plan, min_blocks
 from invpool.cost import Cost
 from invpool.gpu import WARP, Gpu
-from invpool.layout import Region, SharedLayout
+from invpool.layout import SharedLayout
 from invpool.spec import PoolSpec
 
 _ROW_BLOCKS: Final = (1, 2, 4)
@@ -19,7 +19,6 @@ _COLUMNS: Final = (16, 32)
 _ITEMS: Final = (1, 2, 4, 8)
 _REGISTERS: Final = (64, 80, 96, 128, 168, 255)
 _MOST_STRIPS: Final = 16
-_OLDEST: Final = 80
 _STAGE_LANES: Final = 8
 # Steps up to which a strip's operand is kept in registers.
 _KEPT_STEPS: Final = 32
@@ -71,6 +70,7 @@ class OnePassMma(Algorithm[MmaPlan]):
     summary: ClassVar[str] = "tensor cores on half of the scores, items whole in shared memory, no scratch in DRAM"
     extra_state: ClassVar[Literal["attn", "lse_low"] | None] = "lse_low"
     always_keeps_out_acc: ClassVar[bool] = True
+    oldest_arch: ClassVar[str] = "sm_80"
     plan_type = MmaPlan
 
     def candidates(self, spec: PoolSpec, direction: Direction) -> Iterator[MmaPlan]:
@@ -86,9 +86,12 @@ class OnePassMma(Algorithm[MmaPlan]):
 
     def reject(self, spec: PoolSpec, plan: MmaPlan, gpu: Gpu) -> str | None:
         if spec.dtype == "float64":
-            return "tensor cores here multiply fp16 numbers, of which two make a float32; float64 wants another algorithm"
-        if int(gpu.arch.removeprefix("sm_")) < _OLDEST:
-            return f"needs sm_{_OLDEST} or newer; {gpu.name} is {gpu.arch}"
+            return (
+                "tensor cores here multiply fp16 numbers, of which two make a float32; float64 wants another algorithm"
+            )
+        too_old = self.reject_arch(gpu.arch)
+        if too_old:
+            return f"{too_old} ({gpu.name})"
         columns = _COLUMNS if plan.direction == "forward" else _COLUMNS[:1]
         for name, legal in (
             ("row_blocks", _ROW_BLOCKS),
@@ -118,11 +121,16 @@ class OnePassMma(Algorithm[MmaPlan]):
                 f"needs {shared} bytes of shared memory a block, {gpu.name} has {gpu.shared_per_block}; "
                 "lower items, set prefetch=False, or take an algorithm that does not hold an item whole"
             )
-        needed = self._least_registers(spec, plan)
+        needed, threads = self._least_registers(spec, plan), self.launch(spec, plan).threads
+        if needed > max(_REGISTERS) or needed * threads > gpu.registers_per_sm:
+            return (
+                f"needs about {needed} registers for each of {threads} threads; a thread has at most {_REGISTERS[-1]}, "
+                f"a block {gpu.registers_per_sm}; lower row_blocks, or take an algorithm that goes through K in steps"
+            )
         if needed > plan.registers:
             return f"needs about {needed} registers a thread, the plan allows {plan.registers}"
-        if plan.registers * self.launch(spec, plan).threads > gpu.registers_per_sm:
-            return f"{plan.registers} registers for {self.launch(spec, plan).threads} threads; lower registers"
+        if plan.registers * threads > gpu.registers_per_sm:
+            return f"{plan.registers} registers for {threads} threads; lower registers"
         return None
 
     @staticmethod
@@ -190,8 +198,10 @@ class OnePassMma(Algorithm[MmaPlan]):
         blocks = launch.blocks(batch)
         rows = self.strips(spec, plan) * 16 * plan.row_blocks
         scores = rows * rows / 2
-        traffic = spec.least_bytes(plan.direction, batch) + batch * spec.H * 12
         backward = plan.direction == "backward"
+        # The state beside out; backward reads out as it was kept.
+        state = 3 * spec.scalar_bytes - (spec.element_bytes if backward else 0)
+        traffic = spec.least_bytes(plan.direction, batch) + batch * spec.H * (state + spec.masked)
         return Cost(
             fma=round(batch * (scores * (13 if backward else 7) + spec.H * spec.K * 8)),
             fp64=False,

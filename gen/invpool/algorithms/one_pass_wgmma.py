@@ -44,6 +44,7 @@ class OnePassWgmma(Algorithm[WgmmaPlan]):
     summary: ClassVar[str] = "one_pass_mma by warpgroups: columns from shared memory, items by bulk copies; sm_90a"
     extra_state: ClassVar[Literal["attn", "lse_low"] | None] = "lse_low"
     always_keeps_out_acc: ClassVar[bool] = True
+    oldest_arch: ClassVar[str] = "sm_90"
     plan_type = WgmmaPlan
 
     def candidates(self, spec: PoolSpec, direction: Direction) -> Iterator[WgmmaPlan]:

@@ -24,6 +24,7 @@ struct Product {
 
   friend Counted<T> operator+(Product a, Product b) { return a + Counted<T>(b); }
   friend Counted<T> operator-(Product a, Product b) { return a - Counted<T>(b); }
+  friend Counted<T> sqrt(Product a) { return sqrt(Counted<T>(a)); }
 };
 
 // Operands come by value: an operand in memory is then read where the source names it, once.
@@ -73,6 +74,8 @@ struct Counted {
 
   friend Counted fma(Counted a, Counted b, Counted c) { return of(std::fma(a.value, b.value, c.value), kFma); }
   friend Counted fmax(Counted a, Counted b) { return of(std::fmax(a.value, b.value), kExtremum); }
+  friend Counted fabs(Counted a) { return Counted(std::fabs(a.value)); }  // a modifier too
+  friend Counted sqrt(Counted a) { return of(std::sqrt(a.value), kDivide); }
   friend Counted exp(Counted a) { return of(std::exp(a.value), kExponential); }
   friend Counted exp2(Counted a) { return of(std::exp2(a.value), kExponential); }
   friend Counted log(Counted a) { return of(std::log(a.value), kLogarithm); }
