@@ -13,6 +13,8 @@ from invpool.gpu import WARP, Gpu
 
 # Launch latency of an otherwise empty kernel, in seconds (2.1 to 2.9 us by graph replay on an H200).
 _LAUNCH: Final = 2.5e-6
+# Of an SM, each of which issues one warp instruction a clock.
+SCHEDULERS: Final = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +34,12 @@ class Cost:
         threads: threads of one block.
         blocks: blocks of the launch.
         registers: expected registers a thread.
+        tensor: multiply-adds of fp16 numbers by tensor cores, each as many as the unit's best instruction does in
+            the same time.
+        issue: warp instructions; 0 where the algorithm does not count them.
+        overlap: the share of its units' work that a kernel hides behind the unit that is busiest: 1 where the others
+            cost nothing, 0 where they add up.
+        exposed_bytes: DRAM bytes that a block waits for with nothing else to do.
         barriers: block barriers that the blocks go through; None where the algorithm does not count them.
         tasks: what the blocks of a persistent kernel loop over; None: one a block.
     """
@@ -47,6 +55,10 @@ class Cost:
     threads: int
     blocks: int
     registers: int
+    tensor: int = 0
+    issue: int = 0
+    overlap: float = 1.0
+    exposed_bytes: int = 0
     barriers: int | None = None
     tasks: int | None = None
 
@@ -70,18 +82,25 @@ class Cost:
         hiding = min(1.0, warps / 4)
         lanes = gpu.fp64_lanes if self.fp64 else gpu.fp32_lanes
         mufu_lanes = gpu.fp64_lanes / 16 if self.fp64 else gpu.mufu_lanes
-        return {
+        units = {
             "fma": self.fma * share / (lanes * gpu.clock * hiding),
             "mufu": self.mufu * share / (mufu_lanes * gpu.clock * hiding),
             "lsu": (self.shared_wavefronts + self.global_wavefronts) * share / (gpu.clock * hiding),
-            "dram": self.dram_bytes / gpu.dram,
+            "tensor": self.tensor * share / (gpu.tensor_lanes * gpu.clock * hiding),
+            "issue": self.issue * share / (SCHEDULERS * gpu.clock * hiding),
         }
+        counted = {name: time for name, time in units.items() if time or name not in ("tensor", "issue")}
+        return counted | {"dram": self.dram_bytes / gpu.dram}
 
     def seconds(self, gpu: Gpu) -> float:
         """Predicted time of one launch."""
-        return _LAUNCH + max(self.terms(gpu).values())
+        terms = self.terms(gpu)
+        memory = terms.pop("dram")
+        busiest = max(terms.values())
+        units = busiest + (1 - self.overlap) * (sum(terms.values()) - busiest)
+        return _LAUNCH + max(units + self.exposed_bytes / gpu.dram, memory)
 
     def bound(self, gpu: Gpu) -> str:
-        """Which unit sets the time: fma, mufu, lsu (loads and stores), dram or launch."""
+        """Which unit sets the time: fma, mufu, lsu (loads and stores), tensor, issue, dram or launch."""
         name, value = max(self.terms(gpu).items(), key=lambda term: term[1])
         return name if value > _LAUNCH else "launch"

@@ -112,7 +112,8 @@ def build_kernels(
         plan = choice.plan(direction)
         source = render_kernel(choice.algorithm, spec, plan)
         targets = [Target(choice.algorithm.arch_target(arch)) for arch in archs]
-        targets.append(Target.ptx(choice.algorithm.oldest_arch))
+        if not choice.algorithm.only_oldest:
+            targets.append(Target.ptx(choice.algorithm.oldest_arch))
         images = []
         for target in targets:
             progress(f"{choice.algorithm.name} {direction} {target.name}")

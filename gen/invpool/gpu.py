@@ -30,6 +30,7 @@ class Gpu:
         clock: sustained SM clock in Hz.
         dram: DRAM bandwidth in bytes a second.
         fp32_lanes, fp64_lanes: fused multiply-adds.
+        tensor_lanes: multiply-adds of fp16 numbers with float32 sums, by tensor cores.
         registers_per_sm: 32-bit registers.
     """
 
@@ -43,6 +44,7 @@ class Gpu:
     dram: float
     fp32_lanes: int
     fp64_lanes: int
+    tensor_lanes: int
     registers_per_sm: int = 65536
 
     @property
@@ -76,15 +78,15 @@ _KIB: Final = 1024
 KNOWN_GPUS: Final = {
     gpu.name: gpu
     for gpu in (
-        Gpu("t4", "sm_75", 40, 64 * _KIB, 64 * _KIB, 1024, 1.35e9, 320e9, 64, 2),
-        Gpu("a100", "sm_80", 108, 163 * _KIB, 164 * _KIB, 2048, 1.41e9, 2039e9, 64, 32),
-        Gpu("a10", "sm_86", 72, 99 * _KIB, 100 * _KIB, 1536, 1.69e9, 600e9, 128, 2),
-        Gpu("l4", "sm_89", 58, 99 * _KIB, 100 * _KIB, 1536, 1.6e9, 300e9, 128, 2),
-        Gpu("l40s", "sm_89", 142, 99 * _KIB, 100 * _KIB, 1536, 2.2e9, 864e9, 128, 2),
-        Gpu("h100", "sm_90", 132, 227 * _KIB, 228 * _KIB, 2048, 1.7e9, 3350e9, 128, 64),
-        Gpu("h200", "sm_90", 132, 227 * _KIB, 228 * _KIB, 2048, 1.7e9, 4283e9, 128, 64),
-        Gpu("b200", "sm_100", 148, 227 * _KIB, 228 * _KIB, 2048, 1.8e9, 8000e9, 128, 64),
-        Gpu("rtx5090", "sm_120", 170, 99 * _KIB, 100 * _KIB, 1536, 2.4e9, 1792e9, 128, 2),
+        Gpu("t4", "sm_75", 40, 64 * _KIB, 64 * _KIB, 1024, 1.35e9, 320e9, 64, 2, 512),
+        Gpu("a100", "sm_80", 108, 163 * _KIB, 164 * _KIB, 2048, 1.41e9, 2039e9, 64, 32, 1024),
+        Gpu("a10", "sm_86", 72, 99 * _KIB, 100 * _KIB, 1536, 1.69e9, 600e9, 128, 2, 256),
+        Gpu("l4", "sm_89", 58, 99 * _KIB, 100 * _KIB, 1536, 1.6e9, 300e9, 128, 2, 256),
+        Gpu("l40s", "sm_89", 142, 99 * _KIB, 100 * _KIB, 1536, 2.2e9, 864e9, 128, 2, 256),
+        Gpu("h100", "sm_90", 132, 227 * _KIB, 228 * _KIB, 2048, 1.7e9, 3350e9, 128, 64, 2048),
+        Gpu("h200", "sm_90", 132, 227 * _KIB, 228 * _KIB, 2048, 1.7e9, 4283e9, 128, 64, 2048),
+        Gpu("b200", "sm_100", 148, 227 * _KIB, 228 * _KIB, 2048, 1.8e9, 8000e9, 128, 64, 4096),
+        Gpu("rtx5090", "sm_120", 170, 99 * _KIB, 100 * _KIB, 1536, 2.4e9, 1792e9, 128, 2, 256),
     )
 }
 # What plans are made for where there is no GPU, unless --gpu says otherwise.

@@ -91,6 +91,8 @@ class Algorithm(ABC, Generic[P]):
     always_keeps_out_acc: ClassVar[bool] = False
     # The oldest architecture that has what the templates use. PTX is made for it: any newer GPU's driver can finish it.
     oldest_arch: ClassVar[str] = "sm_75"
+    # Whether the templates use what this architecture alone has: there is no code, and no PTX, for newer ones then.
+    only_oldest: ClassVar[bool] = False
     plan_type: type[P]
 
     def state(self, spec: PoolSpec) -> tuple[str, ...]:
@@ -137,11 +139,14 @@ class Algorithm(ABC, Generic[P]):
         return True
 
     def arch_target(self, arch: str) -> str:
-        """The nvcc target for an architecture; algorithms that need its features add the suffix (``sm_90a``)."""
-        return arch
+        """The nvcc target for an architecture: with the suffix (``sm_90a``) where its own features are used."""
+        return f"{arch}a" if self.only_oldest else arch
 
     def reject_arch(self, *archs: str) -> str | None:
         """Why the templates cannot be compiled for these architectures; None if they can."""
+        if self.only_oldest:
+            other = [arch for arch in archs if arch != self.oldest_arch]
+            return f"needs {self.oldest_arch}, whose own features it uses, not {', '.join(other)}" if other else None
         old = [arch for arch in archs if arch_number(arch) < arch_number(self.oldest_arch)]
         return f"needs {self.oldest_arch} or newer, not {', '.join(old)}" if old else None
 

@@ -14,10 +14,10 @@ from invpool.gpu import WARP, Gpu
 from invpool.layout import SharedLayout
 from invpool.spec import PoolSpec
 
-_ROW_BLOCKS: Final = (1, 2, 4)
-_COLUMNS: Final = (16, 32)
-_ITEMS: Final = (1, 2, 4, 8)
-_REGISTERS: Final = (64, 80, 96, 128, 168, 255)
+_ROW_BLOCKS: Final = (2, 1, 4)
+_COLUMNS: Final = (32, 16)
+_ITEMS: Final = (4, 2, 1, 8)
+_REGISTERS: Final = (255, 168, 128, 96, 80, 64)
 _MOST_STRIPS: Final = 16
 _STAGE_LANES: Final = 8
 # Steps up to which a strip's operand is kept in registers.
@@ -26,6 +26,71 @@ _KEPT_STEPS: Final = 32
 
 def padded(count: int, unit: int = 16) -> int:
     return -(-count // unit) * unit
+
+
+# Measured on an H200 (docs/architecture.md): the share of the tensor cores' rate that mma.sync reaches; and how much of
+# their units' work these kernels hide behind the busiest one. A block alone hides none, each more as much again; fewer
+# warps than these hide less, and leave each other's latencies open.
+_MMA_SHARE: Final = 0.66
+_OVERLAP_A_BLOCK: Final = 0.35
+_MOST_OVERLAP: Final = 0.7
+_ENOUGH_WARPS: Final = 12
+_LATENCY_POWER: Final = 0.25
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What one item costs: scalar and tensor operations, warp instructions, passes of shared memory."""
+
+    fma: float = 0
+    mufu: float = 0
+    tensor: float = 0
+    issue: float = 0
+    wavefronts: float = 0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(*(getattr(self, f.name) + getattr(other, f.name) for f in dataclasses.fields(self)))
+
+    def __mul__(self, count: float) -> Work:
+        return Work(*(getattr(self, f.name) * count for f in dataclasses.fields(self)))
+
+    def cost(
+        self, algorithm: Algorithm[Any], spec: PoolSpec, plan: Plan, gpu: Gpu, batch: int, exposed: bool
+    ) -> Cost:
+        """Of a launch over ``batch`` items; ``exposed``: nothing is computed while an item comes in."""
+        launch, registers = algorithm.launch(spec, plan), plan.knobs["registers"]
+        backward = plan.direction == "backward"
+        # The state beside out; backward reads out as it was kept.
+        state = 3 * spec.scalar_bytes - (spec.element_bytes if backward else 0)
+        resident = max(1, gpu.blocks_per_sm(launch.threads, launch.shared_bytes, registers))
+        warps = min(_ENOUGH_WARPS, resident * launch.threads // WARP)
+        overlap = min(_MOST_OVERLAP, _OVERLAP_A_BLOCK * (resident - 1)) * warps / _ENOUGH_WARPS
+        done = self * (batch * (_ENOUGH_WARPS / warps) ** _LATENCY_POWER)
+        return Cost(
+            fma=round(done.fma),
+            fp64=False,
+            mufu=round(done.mufu),
+            dram_bytes=spec.least_bytes(plan.direction, batch) + batch * spec.H * (state + spec.masked),
+            scratch_bytes=0,
+            shared_wavefronts=round(done.wavefronts),
+            global_wavefronts=0,
+            shared_bytes=launch.shared_bytes,
+            threads=launch.threads,
+            blocks=launch.blocks(batch),
+            registers=registers,
+            tensor=round(done.tensor),
+            issue=round(done.issue),
+            overlap=overlap,
+            exposed_bytes=batch * spec.H * spec.K * spec.element_bytes if exposed else 0,
+            tasks=launch.tasks(batch),
+        )
+
+
+def staging_work(spec: PoolSpec, parts: int, copied: bool) -> Work:
+    """Of an item on its way into planes."""
+    elements = spec.H * spec.K
+    wavefronts = elements * (2 * spec.element_bytes * copied + 2 * parts) / 128
+    return Work(fma=elements * (2 + 2 * parts), issue=elements * (5 + 2 * parts) / WARP, wavefronts=wavefronts)
 
 
 def staging_lanes(spec: PoolSpec, threads: int, copied: bool) -> int:
@@ -74,7 +139,7 @@ class OnePassMma(Algorithm[MmaPlan]):
     plan_type = MmaPlan
 
     def candidates(self, spec: PoolSpec, direction: Direction) -> Iterator[MmaPlan]:
-        columns = _COLUMNS if direction == "forward" else _COLUMNS[:1]
+        columns = _COLUMNS if direction == "forward" else _COLUMNS[1:]
         for knobs in itertools.product(_ROW_BLOCKS, columns, _ITEMS, (True, False), _REGISTERS):
             yield MmaPlan(direction, *knobs)
 
@@ -92,7 +157,7 @@ class OnePassMma(Algorithm[MmaPlan]):
         too_old = self.reject_arch(gpu.arch)
         if too_old:
             return f"{too_old} ({gpu.name})"
-        columns = _COLUMNS if plan.direction == "forward" else _COLUMNS[:1]
+        columns = _COLUMNS if plan.direction == "forward" else _COLUMNS[1:]
         for name, legal in (
             ("row_blocks", _ROW_BLOCKS),
             ("columns", columns),
@@ -102,7 +167,7 @@ class OnePassMma(Algorithm[MmaPlan]):
         ):
             value = plan.knobs[name]
             if value not in legal or isinstance(value, bool) != (name == "prefetch"):
-                return f"{name} is {value!r}; legal: {', '.join(map(str, legal))}"
+                return f"{name} is {value!r}; legal: {', '.join(map(str, sorted(legal)))}"
         if plan.most_blocks is not None and plan.most_blocks < 1:
             return f"most_blocks is {plan.most_blocks}; it must be at least 1"
         rows = 16 * plan.row_blocks
@@ -124,7 +189,7 @@ class OnePassMma(Algorithm[MmaPlan]):
         needed, threads = self._least_registers(spec, plan), self.launch(spec, plan).threads
         if needed > max(_REGISTERS) or needed * threads > gpu.registers_per_sm:
             return (
-                f"needs about {needed} registers for each of {threads} threads; a thread has at most {_REGISTERS[-1]}, "
+                f"needs about {needed} registers for each of {threads} threads; a thread has at most {_REGISTERS[0]}, "
                 f"a block {gpu.registers_per_sm}; lower row_blocks, or take an algorithm that goes through K in steps"
             )
         if needed > plan.registers:
@@ -194,28 +259,32 @@ class OnePassMma(Algorithm[MmaPlan]):
         return False  # ptxas decides near the cap
 
     def cost(self, spec: PoolSpec, plan: MmaPlan, gpu: Gpu, batch: int) -> Cost:
-        launch = self.launch(spec, plan)
-        blocks = launch.blocks(batch)
-        rows = self.strips(spec, plan) * 16 * plan.row_blocks
-        scores = rows * rows / 2
-        backward = plan.direction == "backward"
-        # The state beside out; backward reads out as it was kept.
-        state = 3 * spec.scalar_bytes - (spec.element_bytes if backward else 0)
-        traffic = spec.least_bytes(plan.direction, batch) + batch * spec.H * (state + spec.masked)
-        return Cost(
-            fma=round(batch * (scores * (13 if backward else 7) + spec.H * spec.K * 8)),
-            fp64=False,
-            mufu=round(batch * scores),
-            dram_bytes=traffic,
-            scratch_bytes=0,
-            shared_wavefronts=0,
-            global_wavefronts=0,
-            shared_bytes=launch.shared_bytes,
-            threads=launch.threads,
-            blocks=blocks,
-            registers=plan.registers,
-            tasks=launch.tasks(batch),
+        """Work of one launch over plain items. Bytes are exact, the rest is counted from the machine code of a few plans."""
+        strips, parts, steps = self.strips(spec, plan), self.parts(spec), padded(spec.K) // 16
+        rows, products = 16 * plan.row_blocks, 2 * parts - 1
+        # Scores of a strip with its own columns, and with those of other strips, which both have use for.
+        own, other = rows * rows, rows * rows * ((strips - 1) // 2) + (rows * rows // 2 if strips % 2 == 0 else 0)
+        work = staging_work(spec, parts, plan.prefetch)
+        formed = Work(
+            tensor=products * 16 * steps * (own + other) * (1 / _MMA_SHARE),
+            issue=(own + other) * products * steps / 256,
+            wavefronts=(own + other) / (16 * rows) * parts * steps * 4 * (1 + (0 if self._rows_kept(spec) else plan.row_blocks)),
         )
+        if plan.direction == "forward":
+            scores = Work(fma=2 * own + 4 * other, mufu=own + other, issue=(3.4 * own + 6.6 * other) / WARP)
+            ends = Work(issue=230, wavefronts=60)
+        else:
+            pulled = 7 + 3 * parts
+            scores = Work(
+                fma=(pulled + 1) * (own + other),
+                mufu=own + other,
+                tensor=products * 16 * steps * (own + 2 * other) * (1 / _MMA_SHARE),
+                issue=(own * pulled + other * (pulled + 4.5)) / WARP + (own + 2 * other) * products * steps / 256,
+                wavefronts=(own + 3 * other) / 256 * parts * steps * 4,
+            )
+            ends = Work(issue=300 + 1.6 * 8 * steps * plan.row_blocks, wavefronts=160)
+        work += (formed + scores + ends) * strips
+        return work.cost(self, spec, plan, gpu, batch, exposed=not plan.prefetch)
 
     def context(self, spec: PoolSpec, plan: MmaPlan) -> Mapping[str, Any]:
         launch = self.launch(spec, plan)

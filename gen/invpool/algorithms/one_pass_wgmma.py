@@ -9,17 +9,19 @@ from typing import Any, ClassVar, Final, Literal
 
 from invpool.abi import Direction
 from invpool.algorithms.base import Algorithm, Launch, Plan, min_blocks
-from invpool.algorithms.one_pass_mma import OnePassMma, MmaPlan, padded, staging_lanes
+from invpool.algorithms.one_pass_mma import OnePassMma, Work, padded, staging_lanes, staging_work
 from invpool.cost import Cost
-from invpool.gpu import Gpu
+from invpool.gpu import WARP, Gpu
 from invpool.layout import SharedLayout
 from invpool.spec import PoolSpec
 
 _GROUPS: Final = (1, 2, 3, 4)
-_REGISTERS: Final = (96, 128, 168)
+_REGISTERS: Final = (168, 128, 96)
 _STRIP: Final = 64
 _GROUP: Final = 128
 _MOST_STEPS: Final = 128
+# Columns of a product.
+_WIDTHS: Final = (16, 32, 64)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +47,7 @@ class OnePassWgmma(Algorithm[WgmmaPlan]):
     extra_state: ClassVar[Literal["attn", "lse_low"] | None] = "lse_low"
     always_keeps_out_acc: ClassVar[bool] = True
     oldest_arch: ClassVar[str] = "sm_90"
+    only_oldest: ClassVar[bool] = True
     plan_type = WgmmaPlan
 
     def candidates(self, spec: PoolSpec, direction: Direction) -> Iterator[WgmmaPlan]:
@@ -57,14 +60,20 @@ class OnePassWgmma(Algorithm[WgmmaPlan]):
             plan, most_blocks=gpu.wave(launch.threads, launch.shared_bytes, plan.registers)
         )
 
-    def arch_target(self, arch: str) -> str:
-        return f"{arch}a"
-
     def reject(self, spec: PoolSpec, plan: WgmmaPlan, gpu: Gpu) -> str | None:
         if spec.dtype == "float64":
-            return "tensor cores here multiply fp16 numbers, of which two make a float32; float64 wants another algorithm"
-        if gpu.arch != "sm_90":
-            return f"needs sm_90, whose warpgroup products no other architecture has; {gpu.name} is {gpu.arch}"
+            return (
+                "tensor cores here multiply fp16 numbers, of which two make a float32; float64 wants another algorithm"
+            )
+        wrong_arch = self.reject_arch(gpu.arch)
+        if wrong_arch:
+            return f"{wrong_arch} ({gpu.name})"
+        for name, legal in (("groups", _GROUPS), ("registers", _REGISTERS), ("prefetch", (True, False))):
+            value = plan.knobs[name]
+            if value not in legal or isinstance(value, bool) != (name == "prefetch"):
+                return f"{name} is {value!r}; legal: {', '.join(map(str, sorted(legal)))}"
+        if plan.most_blocks is not None and plan.most_blocks < 1:
+            return f"most_blocks is {plan.most_blocks}; it must be at least 1"
         if plan.groups > self.strips(spec):
             return f"{plan.groups} warpgroups for {self.strips(spec)} strips of {_STRIP} rows; lower groups"
         if spec.K > _MOST_STEPS:
@@ -102,26 +111,48 @@ class OnePassWgmma(Algorithm[WgmmaPlan]):
     def launch(self, spec: PoolSpec, plan: WgmmaPlan) -> Launch:
         return Launch(_GROUP * plan.groups, padded(self.layout(spec, plan).bytes), 1, 1, plan.most_blocks)
 
+    def _wanted_registers(self, spec: PoolSpec, plan: WgmmaPlan) -> int:
+        """Registers of a thread that spills nothing, roughly: its rows' operand, a tile, and backward G and its sums."""
+        parts, steps = OnePassMma.parts(spec), padded(spec.K) // 16
+        backward = 4 + 16 * parts + 8 * steps if plan.direction == "backward" else 0
+        return 92 + 4 * parts * steps + backward
+
     def promises_no_spills(self, spec: PoolSpec, plan: WgmmaPlan) -> bool:
         return False
 
     def cost(self, spec: PoolSpec, plan: WgmmaPlan, gpu: Gpu, batch: int) -> Cost:
-        launch = self.launch(spec, plan)
-        scores = spec.H * spec.H / 2
-        return Cost(
-            fma=round(batch * (scores * 7 + spec.H * spec.K * 8)),
-            fp64=False,
-            mufu=round(batch * scores),
-            dram_bytes=spec.least_bytes(plan.direction, batch) + batch * spec.H * 12,
-            scratch_bytes=0,
-            shared_wavefronts=0,
-            global_wavefronts=0,
-            shared_bytes=launch.shared_bytes,
-            threads=launch.threads,
-            blocks=launch.blocks(batch),
-            registers=plan.registers,
-            tasks=launch.tasks(batch),
+        """Work of one launch over plain items. Bytes are exact, the rest is counted from the machine code of a few plans."""
+        parts, steps, strips = OnePassMma.parts(spec), padded(spec.K) // 16, self.strips(spec)
+        products, two = 2 * parts - 1, self._two(spec, plan)
+        last = next(width for width in _WIDTHS if width >= spec.H - _STRIP * (strips - 1))
+        columns = _STRIP * (strips - 1) + last
+        # Columns that a strip's rows meet: its own and others', once for both where a pair is formed but once.
+        whole = plan.direction == "backward" and not two
+        own = columns * strips if whole else columns
+        other = 0 if whole else sum(_STRIP * (strips - 1 - strip) + last for strip in range(strips)) - columns
+        formed, scores = own + other, _STRIP * (own + other)
+        work = staging_work(spec, parts, plan.prefetch) + Work(
+            tensor=products * 16 * steps * scores,
+            issue=4 * (2 * products * steps * formed / _STRIP + 60 * strips),
+            wavefronts=formed * (products * steps / 4 + 1) + 4 * strips * parts * steps * 4,
         )
+        if plan.direction == "forward":
+            shared = (6 if two else 9) * _STRIP * other
+            work += Work(fma=2 * scores + 2 * _STRIP * other, mufu=scores, issue=(3.3 * _STRIP * own + shared) / WARP)
+            work += Work(issue=4 * plan.groups * 150, wavefronts=100 + other * 3)
+        else:
+            gathered = own + 2 * other
+            work += Work(
+                fma=(7 + 2 * parts) * scores,
+                mufu=scores,
+                tensor=products * 16 * steps * _STRIP * gathered,
+                issue=((6.5 + 1.5 * parts) * scores + 4.5 * _STRIP * other) / WARP + products * gathered / 4,
+                wavefronts=gathered * products * steps / 4 + 1.5 * formed + 4 * other * parts,
+            )
+            work += Work(issue=4 * (plan.groups * 200 + strips * (30 + 13 * steps)), wavefronts=150)
+        # What does not fit the registers that a plan allows is moved to and fro.
+        spilled = max(0, self._wanted_registers(spec, plan) - plan.registers) / plan.registers
+        return (work + Work(issue=work.issue * spilled)).cost(self, spec, plan, gpu, batch, exposed=not plan.prefetch)
 
     def context(self, spec: PoolSpec, plan: WgmmaPlan) -> Mapping[str, Any]:
         threads = _GROUP * plan.groups
