@@ -41,7 +41,7 @@ __device__ inline void load_by_variates(Halves (&block)[4], const unsigned char*
 }
 
 // Writes WIDTH neighbours of a plane's row, and what is lost of them to the next plane.
-template <int WIDTH>
+template <int WIDTH, int PLANE = kPlaneBytes>
 __device__ inline void store_parts(unsigned char* at, const Scalar (&v)[WIDTH]) {
   Scalar rest[WIDTH];
 #pragma unroll
@@ -50,7 +50,7 @@ __device__ inline void store_parts(unsigned char* at, const Scalar (&v)[WIDTH]) 
   for (int part = 0; part < kParts; ++part) {
     if constexpr (WIDTH == 1) {
       const Halves pair = pack_halves(rest[0], Scalar(0));
-      *reinterpret_cast<unsigned short*>(at + part * kPlaneBytes) = static_cast<unsigned short>(pair);
+      *reinterpret_cast<unsigned short*>(at + part * PLANE) = static_cast<unsigned short>(pair);
       rest[0] -= low_half(pair);
     } else {
       Pack<Halves, WIDTH / 2> pack;
@@ -62,7 +62,7 @@ __device__ inline void store_parts(unsigned char* at, const Scalar (&v)[WIDTH]) 
           rest[2 * i + 1] -= high_half(pack.lane[i]);
         }
       }
-      store_pack<WIDTH / 2>(reinterpret_cast<Halves*>(at + part * kPlaneBytes), pack);
+      store_pack<WIDTH / 2>(reinterpret_cast<Halves*>(at + part * PLANE), pack);
     }
   }
 }

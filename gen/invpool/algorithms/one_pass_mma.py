@@ -1,4 +1,8 @@
-"""``one_pass_mma``: scores on tensor cores, each pair of variates once; items that fit shared memory; sm_80 and up."""
+"""``one_pass_mma``: scores on tensor cores; sm_80 and up.
+
+Two forms, by the plan. An item that fits shared memory is held *whole*: each pair of variates is formed once. Any other
+is *streamed* (``window``): a block owns some rows, and columns pass by a window at a time.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +27,16 @@ _OLDEST: Final = 80
 _STAGE_LANES: Final = 8
 # Steps up to which a strip's operand is kept in registers.
 _KEPT_STEPS: Final = 32
+# Of the streamed form.
+_WINDOWS: Final = (16, 32, 64, 128)
+_WARPS: Final = (1, 2, 4, 8)
+_TILE_COLUMNS: Final = (16, 32, 64)
+_STREAMED_REGISTERS: Final = (128, 168, 255)
+# Steps of a chunk that are tried, rounded up to what is legal.
+_CHUNKS: Final = (64, 96, 128, 192, 240)
+_MOST_CHUNK: Final = 256
+# Steps of dx that a warp of the streamed backward can keep sums of, by row blocks.
+_MOST_STEPS: Final = {1: 256, 2: 128, 4: 48}
 
 
 def _padded(count: int, unit: int = 16) -> int:
@@ -40,6 +54,10 @@ class MmaPlan(Plan):
         prefetch: whether an item is fetched while the one before it is computed.
         registers: registers a thread may have; fewer let more blocks share an SM.
         most_blocks: blocks of a launch at most, each of which goes from item to item; set for the GPU.
+        window: columns staged at once by the streamed form; 0: the item is held whole, and what follows has no meaning.
+        warps: strips of rows of a block; an item has as many blocks as its rows make.
+        chunk: steps staged at once; 0: all. Backward, also the steps of dx of one block.
+        hold: whether all steps of the block's rows stay staged; else they are staged again with each window.
     """
 
     row_blocks: int = 2
@@ -48,6 +66,15 @@ class MmaPlan(Plan):
     prefetch: bool = True
     registers: int = 128
     most_blocks: int | None = None
+    window: int = 0
+    warps: int = 0
+    chunk: int = 0
+    hold: bool = True
+
+    @property
+    def block_rows(self) -> int:
+        """Rows of a block of the streamed form."""
+        return 16 * self.row_blocks * self.warps
 
 
 class OnePassMma(Algorithm[MmaPlan]):
@@ -61,8 +88,24 @@ class OnePassMma(Algorithm[MmaPlan]):
         columns = _COLUMNS if direction == "forward" else _COLUMNS[:1]
         for knobs in itertools.product(_ROW_BLOCKS, columns, _ITEMS, (True, False), _REGISTERS):
             yield MmaPlan(direction, *knobs)
+        yield from self._streamed_candidates(spec, direction)
+
+    def _streamed_candidates(self, spec: PoolSpec, direction: Direction) -> Iterator[MmaPlan]:
+        unit, steps = self.chunk_unit(spec), _padded(spec.K)
+        chunks = sorted({chunk for chunk in (_padded(chunk, unit) for chunk in _CHUNKS) if chunk < steps})
+        shapes = [(window, columns, 0, True) for window in _WINDOWS for columns in _TILE_COLUMNS if columns <= window]
+        shapes += [(columns, columns, chunk, hold) for columns in _TILE_COLUMNS for chunk in chunks for hold in (True, False)]
+        for row_blocks, warps, (window, columns, chunk, hold), registers in itertools.product(
+            _ROW_BLOCKS[:2], _WARPS, shapes, _STREAMED_REGISTERS
+        ):
+            yield MmaPlan(direction, row_blocks, columns, 1, True, registers, None, window, warps, chunk, hold)
+
+    def template(self, plan: MmaPlan) -> str:
+        return f"{self.name}/{'streamed_' if plan.window else ''}{plan.direction}.cu.j2"
 
     def fitted(self, spec: PoolSpec, plan: MmaPlan, gpu: Gpu) -> MmaPlan:
+        if plan.window:
+            return plan
         launch = self.launch(spec, plan)
         return dataclasses.replace(
             plan, most_blocks=gpu.wave(launch.threads, launch.shared_bytes, self._registers(spec, plan))
@@ -73,17 +116,25 @@ class OnePassMma(Algorithm[MmaPlan]):
             return "tensor cores here multiply fp16 numbers, of which two make a float32; float64 wants another algorithm"
         if int(gpu.arch.removeprefix("sm_")) < _OLDEST:
             return f"needs sm_{_OLDEST} or newer; {gpu.name} is {gpu.arch}"
-        columns = _COLUMNS if plan.direction == "forward" else _COLUMNS[:1]
+        streamed = plan.window != 0
+        columns = _TILE_COLUMNS if streamed else _COLUMNS if plan.direction == "forward" else _COLUMNS[:1]
         for name, legal in (
             ("row_blocks", _ROW_BLOCKS),
             ("columns", columns),
-            ("items", _ITEMS),
+            ("items", (1,) if streamed else _ITEMS),
             ("registers", _REGISTERS),
             ("prefetch", (True, False)),
+            ("window", _WINDOWS if streamed else (0,)),
+            ("warps", _WARPS if streamed else (0,)),
+            ("hold", (True, False) if streamed else (True,)),
         ):
             value = plan.knobs[name]
-            if value not in legal or isinstance(value, bool) != (name == "prefetch"):
+            if value not in legal or isinstance(value, bool) != (name in ("prefetch", "hold")):
                 return f"{name} is {value!r}; legal: {', '.join(map(str, legal))}"
+        if streamed:
+            return self._reject_streamed(spec, plan, gpu)
+        if plan.chunk != 0:
+            return f"chunk is {plan.chunk}; a whole item is one (0)"
         if plan.most_blocks is not None and plan.most_blocks < 1:
             return f"most_blocks is {plan.most_blocks}; it must be at least 1"
         rows = 16 * plan.row_blocks
@@ -109,6 +160,99 @@ class OnePassMma(Algorithm[MmaPlan]):
             return f"{plan.registers} registers for {self.launch(spec, plan).threads} threads; lower registers"
         return None
 
+    def _reject_streamed(self, spec: PoolSpec, plan: MmaPlan, gpu: Gpu) -> str | None:
+        if plan.most_blocks is not None:
+            return f"most_blocks is {plan.most_blocks}; a streamed item has blocks of its own (None)"
+        if plan.columns > plan.window:
+            return f"a tile of {plan.columns} columns for windows of {plan.window}; lower columns"
+        unit, steps = self.chunk_unit(spec), _padded(spec.K)
+        if plan.chunk and (plan.chunk % unit or not 0 < plan.chunk < steps or plan.chunk > _MOST_CHUNK):
+            return f"chunk is {plan.chunk}; legal: 0 (all), or a multiple of {unit} below {min(steps, _MOST_CHUNK + unit)}"
+        if plan.chunk and plan.columns != plan.window:
+            return f"scores of chunks are summed in registers: columns ({plan.columns}) must be window ({plan.window})"
+        if not plan.chunk and not plan.hold:
+            return "all steps of the rows are staged at once, so they are held; hold=False needs a chunk"
+        for name, size in (("warps", plan.block_rows), ("window", plan.window)):
+            if size // 2 >= _padded(spec.H):
+                return f"{size} variates at once where there are {spec.H}; lower {name}"
+        if plan.direction == "backward" and (plan.chunk or steps) > _MOST_STEPS[plan.row_blocks]:
+            return (
+                f"sums of {plan.chunk or steps} steps of dx for {16 * plan.row_blocks} rows do not fit registers; "
+                f"set chunk to {_MOST_STEPS[plan.row_blocks]} or less, or lower row_blocks"
+            )
+        shared = self.layout(spec, plan).bytes
+        if shared > gpu.shared_per_block:
+            return (
+                f"needs {shared} bytes of shared memory a block, {gpu.name} has {gpu.shared_per_block}; "
+                "lower window, warps or chunk, or set hold=False"
+            )
+        needed = self._streamed_registers(spec, plan, kept=False)
+        if needed > plan.registers:
+            return f"needs about {needed} registers a thread, the plan allows {plan.registers}"
+        return None
+
+    def chunk_unit(self, spec: PoolSpec) -> int:
+        """A chunk has whole blocks of 16 steps, and whole turns of the eight classes that sums are formed in."""
+        return _padded(8 * self._width(spec)) if spec.layout == "bhk" else 16
+
+    def _streamed_registers(self, spec: PoolSpec, plan: MmaPlan, kept: bool) -> int:
+        parts, blocks = self.parts(spec), plan.row_blocks
+        formed = plan.columns if plan.direction == "forward" or plan.chunk else 16
+        operand = parts * blocks * 4 * (_padded(spec.K) // 16 if kept else 1) + parts * formed // 4
+        scores = blocks * formed // 2 * (3 if parts == 2 else 1)
+        if plan.direction == "forward":
+            return 32 + operand + scores + 6 * blocks
+        gathered = blocks * (plan.chunk or _padded(spec.K)) // 2
+        return 40 + operand + scores + 10 * blocks + gathered
+
+    def _streamed_rows_kept(self, spec: PoolSpec, plan: MmaPlan) -> bool:
+        return not plan.chunk and self._streamed_registers(spec, plan, kept=True) <= plan.registers
+
+    def _chunks(self, spec: PoolSpec, plan: MmaPlan) -> int:
+        return -(-spec.K // plan.chunk) if plan.chunk else 1
+
+    def _streamed_layout(self, spec: PoolSpec, plan: MmaPlan) -> SharedLayout:
+        rows, window, steps = plan.block_rows, plan.window, plan.chunk or _padded(spec.K)
+        row_steps = _padded(spec.K) if plan.hold else steps
+
+        def planes(variates: int, steps: int) -> tuple[int, int]:
+            across, down = (steps, variates) if spec.layout == "bhk" else (variates, steps)
+            return self.parts(spec) * down * (2 * across + 16) // 4, self.parts(spec) * down * 4
+
+        regions = [("Rows", *planes(rows, row_steps)), ("Columns", *planes(window, steps))]
+        if plan.direction == "forward":
+            regions += [("Weights", 2 * window, 0)]
+        else:
+            regions += [(name, window, 0) for name in ("Mean", "G", "Out", "Gain", "Pooled", "Lse", "Low")]
+            regions += [(name, rows, 0) for name in ("RowMean", "RowOffset")]
+        regions += [("Offset", window, 0), ("Room", _padded(2 * plan.warps, 4), 0)]
+        if plan.chunk:
+            variates = max(rows, window) if plan.direction == "backward" else window
+            regions.append(("Unfinished", 24 * variates, 0))
+        if plan.prefetch:
+            if spec.layout == "bkh":
+                elements = min(steps, spec.K) * window
+            else:
+                elements = window * (plan.chunk or spec.K)
+            regions.append(("Fetched", -(-elements * spec.element_bytes // 16) * 4, 0))
+        return SharedLayout.pack(4, regions)
+
+    def _streamed_launch(self, spec: PoolSpec, plan: MmaPlan) -> Launch:
+        blocks = -(-spec.H // plan.block_rows)
+        if plan.direction == "backward":
+            blocks *= self._chunks(spec, plan)
+        return Launch(WARP * plan.warps, _padded(self.layout(spec, plan).bytes), 1, blocks)
+
+    def _streamed_stage_lanes(self, spec: PoolSpec, plan: MmaPlan) -> int:
+        if spec.layout == "bhk":
+            return _STAGE_LANES
+        # 128 bytes side by side, then as many lanes along the steps as there are threads for.
+        width = self._width(spec)
+        lanes = max(1, min(_STAGE_LANES, 32 * width * spec.element_bytes // 128))
+        while lanes < _STAGE_LANES and 2 * lanes * plan.window // width <= WARP * plan.warps:
+            lanes *= 2
+        return lanes
+
     @staticmethod
     def strips(spec: PoolSpec, plan: MmaPlan) -> int:
         """Strips of rows, each with a warp."""
@@ -121,6 +265,8 @@ class OnePassMma(Algorithm[MmaPlan]):
 
     def layout(self, spec: PoolSpec, plan: MmaPlan) -> SharedLayout:
         """Of one item; a block has ``items`` of them."""
+        if plan.window:
+            return self._streamed_layout(spec, plan)
         strips = self.strips(spec, plan)
         rows, steps = strips * 16 * plan.row_blocks, _padded(spec.K)
         across, down = (steps, rows) if spec.layout == "bhk" else (rows, steps)
@@ -145,6 +291,8 @@ class OnePassMma(Algorithm[MmaPlan]):
         return _padded(spec.K, 32) + 8
 
     def launch(self, spec: PoolSpec, plan: MmaPlan) -> Launch:
+        if plan.window:
+            return self._streamed_launch(spec, plan)
         threads = WARP * self.strips(spec, plan) * plan.items
         shared = plan.items * self._item_bytes(spec, plan)
         return Launch(threads, shared, plan.items, 1, plan.most_blocks)
@@ -191,6 +339,8 @@ class OnePassMma(Algorithm[MmaPlan]):
     def cost(self, spec: PoolSpec, plan: MmaPlan, gpu: Gpu, batch: int) -> Cost:
         launch = self.launch(spec, plan)
         blocks = launch.blocks(batch)
+        if plan.window:
+            return self._streamed_cost(spec, plan, launch, batch)
         rows = self.strips(spec, plan) * 16 * plan.row_blocks
         scores = rows * rows / 2
         traffic = spec.least_bytes(plan.direction, batch) + batch * spec.H * 12
@@ -210,7 +360,57 @@ class OnePassMma(Algorithm[MmaPlan]):
             tasks=launch.tasks(batch),
         )
 
+    def _streamed_cost(self, spec: PoolSpec, plan: MmaPlan, launch: Launch, batch: int) -> Cost:
+        """A rough count: what tensor cores do is held to be so many multiply-adds, as it takes issue slots too."""
+        blocks, backward = launch.blocks(batch), plan.direction == "backward"
+        parts, steps, chunks = self.parts(spec), _padded(spec.K), self._chunks(spec, plan)
+        columns = _padded(spec.H)
+        scores = plan.block_rows * columns
+        products = 3 if parts == 2 else 1
+        multiplied = scores / 128 * products * (steps + ((plan.chunk or steps) if backward else 0)) / 16
+        loads = scores / (16 * plan.row_blocks * plan.columns) * parts * steps / 16
+        loads *= (0 if self._streamed_rows_kept(spec, plan) else plan.row_blocks) + plan.columns / 16
+        if backward:
+            loads += scores / (256 * plan.row_blocks) * parts * (plan.chunk or steps) / 16
+        windows = -(-columns // plan.window)
+        staged = columns * steps + plan.block_rows * steps * (1 if plan.hold else windows)
+        if backward and chunks > 1:
+            staged += columns * plan.chunk
+        fma = multiplied * 195 + scores * (12 if backward else 5) + staged * 8
+        traffic = spec.least_bytes(plan.direction, batch) + batch * spec.H * 12
+        return Cost(
+            fma=round(blocks * fma),
+            fp64=False,
+            mufu=round(blocks * scores),
+            dram_bytes=traffic,
+            scratch_bytes=0,
+            shared_wavefronts=round(blocks * (loads * 4 + staged * (spec.element_bytes + 2 * parts) / 128)),
+            global_wavefronts=round(blocks * staged * spec.element_bytes / 128),
+            shared_bytes=launch.shared_bytes,
+            threads=launch.threads,
+            blocks=blocks,
+            registers=plan.registers,
+        )
+
+    def _streamed_context(self, spec: PoolSpec, plan: MmaPlan) -> Mapping[str, Any]:
+        return {
+            "min_blocks": min_blocks(WARP * plan.warps, plan.registers),
+            "parts": self.parts(spec),
+            "row_blocks": plan.row_blocks,
+            "columns": plan.columns,
+            "strips": plan.warps,
+            "window": plan.window,
+            "chunk": plan.chunk or _padded(spec.K),
+            "one_chunk": not plan.chunk,
+            "rows_held": plan.hold,
+            "rows_kept": self._streamed_rows_kept(spec, plan),
+            "prefetch": plan.prefetch,
+            "stage_lanes": self._streamed_stage_lanes(spec, plan),
+        }
+
     def context(self, spec: PoolSpec, plan: MmaPlan) -> Mapping[str, Any]:
+        if plan.window:
+            return self._streamed_context(spec, plan)
         launch = self.launch(spec, plan)
         return {
             "min_blocks": min_blocks(launch.threads, plan.registers),
