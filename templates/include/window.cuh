@@ -19,6 +19,12 @@ struct Planes {
   }
 };
 
+// A number that a generic lambda can take as a template argument.
+template <bool VALUE>
+struct Constant {
+  static constexpr bool value = VALUE;
+};
+
 constexpr int kElementBytes = sizeof(Element);
 constexpr bool kOneChunk = kChunks == 1;
 constexpr int kWindows = (kH + kWindow - 1) / kWindow;
@@ -306,8 +312,9 @@ __device__ inline Staging choose_staging(const ItemView& item, Scalar scale, Sca
   }
   if (!any_of_item(!near)) {
     how.centre = first;
-#pragma unroll 1
-    for (int k = 0; k < kK; ++k) how.centre_mean += item.at(first, k);
+    for (int k = thread % 32; k < kK; k += 32) how.centre_mean += item.at(first, k);
+#pragma unroll
+    for (int flip = 16; flip > 0; flip /= 2) how.centre_mean += __shfl_xor_sync(0xffffffffu, how.centre_mean, flip);
     how.centre_mean /= Scalar(kK);
     largest = largest_of_item(largest, room);
   } else {
@@ -352,6 +359,7 @@ struct ScoreTile {
   Scalar small[kApart ? 2 : 1][kApart ? kRowBlocks : 1][kApart ? N / 8 : 1][4] = {};
 
   // Adds `steps` steps, of which the rows' begin at row_step; `columns` is the lane's row of the first column block.
+  template <bool TO_ONE = !kApart>
   __device__ void add(const StripRows& rows, int row_step, const unsigned char* columns, int steps) {
 #pragma unroll(kRowsKept ? kStepsPadded / 16 : 1)
     for (int k = 0; k < (kOneChunk ? kStepsPadded : steps); k += 16) {
@@ -381,7 +389,7 @@ struct ScoreTile {
 #pragma unroll
           for (int t = 0; t < N / 8; ++t) {
             const Halves first = b[of_column][t / 2][t % 2 * 2], last = b[of_column][t / 2][t % 2 * 2 + 1];
-            if constexpr (kApart) {
+            if constexpr (!TO_ONE) {
               multiply_add(product > 0 ? small[product > 0 ? product - 1 : 0][r][t] : s[r][t], a[of_row][r], first, last);
             } else {
               multiply_add(s[r][t], a[of_row][r], first, last);

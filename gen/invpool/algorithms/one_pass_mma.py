@@ -224,7 +224,7 @@ class OnePassMma(Algorithm[MmaPlan]):
             regions += [("Weights", 2 * window, 0)]
         else:
             regions += [(name, window, 0) for name in ("Mean", "G", "Out", "Gain", "Pooled", "Lse", "Low")]
-            regions += [(name, rows, 0) for name in ("RowMean", "RowOffset")]
+            regions += [(name, rows, 0) for name in ("RowMean", "RowOffset", "RowG", "RowOut", "RowLse", "RowLow")]
         regions += [("Offset", window, 0), ("Room", _padded(2 * plan.warps, 4), 0)]
         if plan.chunk:
             variates = max(rows, window) if plan.direction == "backward" else window
