@@ -241,6 +241,14 @@ __device__ inline void stage_chunk(
   }
 }
 
+// A power of two that takes a number to about 1; 0 where that is none of its concern.
+__device__ inline int exponent_of(Scalar value) {
+  unsigned bits;
+  memcpy(&bits, &value, sizeof bits);
+  const int exponent = static_cast<int>(bits >> 23 & 255) - 127;
+  return exponent > -126 && exponent < 126 ? exponent : 0;
+}
+
 // ---- which items are centred or made smaller
 
 // Row norms from here on may belong to numbers too large for fp16.

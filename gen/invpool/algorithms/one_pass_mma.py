@@ -15,7 +15,7 @@ from invpool.abi import Direction
 from invpool.algorithms.base import Algorithm, Launch, Plan, min_blocks
 from invpool.cost import Cost
 from invpool.gpu import WARP, Gpu
-from invpool.layout import Region, SharedLayout
+from invpool.layout import SharedLayout
 from invpool.spec import PoolSpec
 
 _ROW_BLOCKS: Final = (1, 2, 4)
@@ -29,7 +29,7 @@ _STAGE_LANES: Final = 8
 _KEPT_STEPS: Final = 32
 # Of the streamed form.
 _WINDOWS: Final = (16, 32, 64, 128)
-_WARPS: Final = (1, 2, 4, 8)
+_WARPS: Final = (1, 2, 3, 4, 5, 6, 7, 8)
 _TILE_COLUMNS: Final = (16, 32, 64)
 _STREAMED_REGISTERS: Final = (128, 168, 255)
 # Steps of a chunk that are tried, rounded up to what is legal.
@@ -94,11 +94,23 @@ class OnePassMma(Algorithm[MmaPlan]):
         unit, steps = self.chunk_unit(spec), _padded(spec.K)
         chunks = sorted({chunk for chunk in (_padded(chunk, unit) for chunk in _CHUNKS) if chunk < steps})
         shapes = [(window, columns, 0, True) for window in _WINDOWS for columns in _TILE_COLUMNS if columns <= window]
-        shapes += [(columns, columns, chunk, hold) for columns in _TILE_COLUMNS for chunk in chunks for hold in (True, False)]
-        for row_blocks, warps, (window, columns, chunk, hold), registers in itertools.product(
-            _ROW_BLOCKS[:2], _WARPS, shapes, _STREAMED_REGISTERS
+        shapes += [
+            (columns, columns, chunk, hold) for columns in _TILE_COLUMNS for chunk in chunks for hold in (True, False)
+        ]
+        # Of block sizes that take an item the same number of blocks, the smallest.
+        warps_by_rows = {
+            rows: sorted(
+                {
+                    blocks: warps for warps in reversed(_WARPS) for blocks in (-(-spec.H // (16 * rows * warps)),)
+                }.values()
+            )
+            for rows in _ROW_BLOCKS[:2]
+        }
+        for row_blocks, (window, columns, chunk, hold), registers in itertools.product(
+            _ROW_BLOCKS[:2], shapes, _STREAMED_REGISTERS
         ):
-            yield MmaPlan(direction, row_blocks, columns, 1, True, registers, None, window, warps, chunk, hold)
+            for warps in warps_by_rows[row_blocks]:
+                yield MmaPlan(direction, row_blocks, columns, 1, True, registers, None, window, warps, chunk, hold)
 
     def template(self, plan: MmaPlan) -> str:
         return f"{self.name}/{'streamed_' if plan.window else ''}{plan.direction}.cu.j2"
@@ -113,7 +125,9 @@ class OnePassMma(Algorithm[MmaPlan]):
 
     def reject(self, spec: PoolSpec, plan: MmaPlan, gpu: Gpu) -> str | None:
         if spec.dtype == "float64":
-            return "tensor cores here multiply fp16 numbers, of which two make a float32; float64 wants another algorithm"
+            return (
+                "tensor cores here multiply fp16 numbers, of which two make a float32; float64 wants another algorithm"
+            )
         if int(gpu.arch.removeprefix("sm_")) < _OLDEST:
             return f"needs sm_{_OLDEST} or newer; {gpu.name} is {gpu.arch}"
         streamed = plan.window != 0
@@ -167,7 +181,9 @@ class OnePassMma(Algorithm[MmaPlan]):
             return f"a tile of {plan.columns} columns for windows of {plan.window}; lower columns"
         unit, steps = self.chunk_unit(spec), _padded(spec.K)
         if plan.chunk and (plan.chunk % unit or not 0 < plan.chunk < steps or plan.chunk > _MOST_CHUNK):
-            return f"chunk is {plan.chunk}; legal: 0 (all), or a multiple of {unit} below {min(steps, _MOST_CHUNK + unit)}"
+            return (
+                f"chunk is {plan.chunk}; legal: 0 (all), or a multiple of {unit} below {min(steps, _MOST_CHUNK + unit)}"
+            )
         if plan.chunk and plan.columns != plan.window:
             return f"scores of chunks are summed in registers: columns ({plan.columns}) must be window ({plan.window})"
         if not plan.chunk and not plan.hold:
@@ -203,7 +219,7 @@ class OnePassMma(Algorithm[MmaPlan]):
         if plan.direction == "forward":
             return 32 + operand + scores + 6 * blocks
         gathered = blocks * (plan.chunk or _padded(spec.K)) // 2
-        return 40 + operand + scores + 10 * blocks + gathered
+        return (72 if kept else 40) + operand + scores + 10 * blocks + gathered
 
     def _streamed_rows_kept(self, spec: PoolSpec, plan: MmaPlan) -> bool:
         return not plan.chunk and self._streamed_registers(spec, plan, kept=True) <= plan.registers
@@ -230,10 +246,8 @@ class OnePassMma(Algorithm[MmaPlan]):
             variates = max(rows, window) if plan.direction == "backward" else window
             regions.append(("Unfinished", 24 * variates, 0))
         if plan.prefetch:
-            if spec.layout == "bkh":
-                elements = min(steps, spec.K) * window
-            else:
-                elements = window * (plan.chunk or spec.K)
+            longest = plan.chunk or spec.K
+            elements = window * (min(longest, spec.K) if spec.layout == "bkh" else longest)
             regions.append(("Fetched", -(-elements * spec.element_bytes // 16) * 4, 0))
         return SharedLayout.pack(4, regions)
 
