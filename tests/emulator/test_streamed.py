@@ -26,6 +26,7 @@ TALL: dict[str, Any] = {"window": 32, "warps": 1, "row_blocks": 2, "columns": 32
 WIDE: dict[str, Any] = {"window": 64, "warps": 4, "row_blocks": 1, "columns": 32, "registers": 255}
 CHUNKS: dict[str, Any] = {"window": 32, "warps": 2, "row_blocks": 1, "columns": 32, "registers": 255, "chunk": 32}
 LONG: dict[str, Any] = {**CHUNKS, "chunk": 96, "hold": False}
+MIRROR: dict[str, Any] = {**ONE, "mirror": True}
 AT_ONCE = {"prefetch": False}
 
 
@@ -62,6 +63,9 @@ CASES = [
     (PoolSpec(63, 97, "bfloat16", "bkh"), CHUNKS, LONG),
     (PoolSpec(37, 40, precision="tf32"), ONE, ONE),
     (PoolSpec(137, 97), WIDE, WIDE),
+    (PoolSpec(137, 33, masked=True), {**MIRROR, **AT_ONCE}, ONE),
+    (PoolSpec(97, 40, layout="bkh"), {**TALL, "mirror": True}, ONE),
+    (PoolSpec(32, 8, "bfloat16"), MIRROR, ONE),
     (PoolSpec(137, 97, layout="bkh"), {**WIDE, "row_blocks": 2}, LONG | {"chunk": 48}),
 ]
 SLOW = [
@@ -105,7 +109,9 @@ def _hard(spec: PoolSpec) -> dict[str, Tensor]:
     }
 
 
-@pytest.mark.parametrize(("forward", "backward"), [(ONE, TALL), (CHUNKS, CHUNKS), (WHOLE, ONE), (TALL, WHOLE)])
+@pytest.mark.parametrize(
+    ("forward", "backward"), [(ONE, TALL), (CHUNKS, CHUNKS), (WHOLE, ONE), (TALL, WHOLE), (MIRROR, ONE)]
+)
 @pytest.mark.parametrize("kind", ["tiny", "spike", "late", "off", "huge", "zero"])
 def test_hard_inputs(kind: str, forward: dict[str, Any], backward: dict[str, Any]) -> None:
     spec = PoolSpec(65, 64)

@@ -58,6 +58,7 @@ class MmaPlan(Plan):
         warps: strips of rows of a block; an item has as many blocks as its rows make.
         chunk: steps staged at once; 0: all. Backward, also the steps of dx of one block.
         hold: whether all steps of the block's rows stay staged; else they are staged again with each window.
+        mirror: forward, a block has all rows of an item, a tile after the other, and forms each pair of tiles once.
     """
 
     row_blocks: int = 2
@@ -70,6 +71,7 @@ class MmaPlan(Plan):
     warps: int = 0
     chunk: int = 0
     hold: bool = True
+    mirror: bool = False
 
     @property
     def block_rows(self) -> int:
@@ -110,7 +112,10 @@ class OnePassMma(Algorithm[MmaPlan]):
             _ROW_BLOCKS[:2], shapes, _STREAMED_REGISTERS
         ):
             for warps in warps_by_rows[row_blocks]:
-                yield MmaPlan(direction, row_blocks, columns, 1, True, registers, None, window, warps, chunk, hold)
+                plan = MmaPlan(direction, row_blocks, columns, 1, True, registers, None, window, warps, chunk, hold)
+                yield plan
+                if direction == "forward" and not chunk and plan.block_rows % window == 0:
+                    yield dataclasses.replace(plan, mirror=True)
 
     def template(self, plan: MmaPlan) -> str:
         return f"{self.name}/{'streamed_' if plan.window else ''}{plan.direction}.cu.j2"
@@ -141,9 +146,10 @@ class OnePassMma(Algorithm[MmaPlan]):
             ("window", _WINDOWS if streamed else (0,)),
             ("warps", _WARPS if streamed else (0,)),
             ("hold", (True, False) if streamed else (True,)),
+            ("mirror", (True, False) if streamed and plan.direction == "forward" else (False,)),
         ):
             value = plan.knobs[name]
-            if value not in legal or isinstance(value, bool) != (name in ("prefetch", "hold")):
+            if value not in legal or isinstance(value, bool) != (name in ("prefetch", "hold", "mirror")):
                 return f"{name} is {value!r}; legal: {', '.join(map(str, legal))}"
         if streamed:
             return self._reject_streamed(spec, plan, gpu)
@@ -188,6 +194,8 @@ class OnePassMma(Algorithm[MmaPlan]):
             return f"scores of chunks are summed in registers: columns ({plan.columns}) must be window ({plan.window})"
         if not plan.chunk and not plan.hold:
             return "all steps of the rows are staged at once, so they are held; hold=False needs a chunk"
+        if plan.mirror and (plan.chunk or plan.block_rows % plan.window):
+            return f"mirror wants all steps at once and tiles of {plan.block_rows} rows that are whole windows of {plan.window}"
         for name, size in (("warps", plan.block_rows), ("window", plan.window)):
             if size // 2 >= _padded(spec.H):
                 return f"{size} variates at once where there are {spec.H}; lower {name}"
@@ -242,6 +250,9 @@ class OnePassMma(Algorithm[MmaPlan]):
             regions += [(name, window, 0) for name in ("Mean", "G", "Out", "Gain", "Pooled", "Lse", "Low")]
             regions += [(name, rows, 0) for name in ("RowMean", "RowOffset", "RowG", "RowOut", "RowLse", "RowLow")]
         regions += [("Offset", window, 0), ("Room", _padded(2 * plan.warps, 4), 0)]
+        if plan.mirror:
+            regions += [("RowWeights", 2 * rows, 0), ("Partials", 2 * window * plan.warps, 0)]
+            regions += [("PutAway", 2 * _padded(spec.H, window), 0)]
         if plan.chunk:
             variates = max(rows, window) if plan.direction == "backward" else window
             regions.append(("Unfinished", 24 * variates, 0))
@@ -252,7 +263,7 @@ class OnePassMma(Algorithm[MmaPlan]):
         return SharedLayout.pack(4, regions)
 
     def _streamed_launch(self, spec: PoolSpec, plan: MmaPlan) -> Launch:
-        blocks = -(-spec.H // plan.block_rows)
+        blocks = 1 if plan.mirror else -(-spec.H // plan.block_rows)
         if plan.direction == "backward":
             blocks *= self._chunks(spec, plan)
         return Launch(WARP * plan.warps, _padded(self.layout(spec, plan).bytes), 1, blocks)
@@ -379,7 +390,9 @@ class OnePassMma(Algorithm[MmaPlan]):
         blocks, backward = launch.blocks(batch), plan.direction == "backward"
         parts, steps, chunks = self.parts(spec), _padded(spec.K), self._chunks(spec, plan)
         columns = _padded(spec.H)
-        scores = plan.block_rows * columns
+        # Each tile of rows meets itself and those after it.
+        passes = (-(-spec.H // plan.block_rows) + 1) / 2 if plan.mirror else 1
+        scores = plan.block_rows * columns * passes
         products = 3 if parts == 2 else 1
         multiplied = scores / 128 * products * (steps + ((plan.chunk or steps) if backward else 0)) / 16
         loads = scores / (16 * plan.row_blocks * plan.columns) * parts * steps / 16
@@ -387,10 +400,10 @@ class OnePassMma(Algorithm[MmaPlan]):
         if backward:
             loads += scores / (256 * plan.row_blocks) * parts * (plan.chunk or steps) / 16
         windows = -(-columns // plan.window)
-        staged = columns * steps + plan.block_rows * steps * (1 if plan.hold else windows)
+        staged = passes * columns * steps + plan.block_rows * steps * (1 if plan.hold else windows)
         if backward and chunks > 1:
             staged += columns * plan.chunk
-        fma = multiplied * 195 + scores * (12 if backward else 5) + staged * 8
+        fma = multiplied * 195 + scores * (12 if backward else 7 if plan.mirror else 5) + staged * 8
         traffic = spec.least_bytes(plan.direction, batch) + batch * spec.H * 12
         return Cost(
             fma=round(blocks * fma),
@@ -419,6 +432,7 @@ class OnePassMma(Algorithm[MmaPlan]):
             "rows_held": plan.hold,
             "rows_kept": self._streamed_rows_kept(spec, plan),
             "prefetch": plan.prefetch,
+            "mirror": plan.mirror,
             "stage_lanes": self._streamed_stage_lanes(spec, plan),
         }
 
