@@ -27,6 +27,7 @@ WIDE: dict[str, Any] = {"window": 64, "warps": 4, "row_blocks": 1, "columns": 32
 CHUNKS: dict[str, Any] = {"window": 32, "warps": 2, "row_blocks": 1, "columns": 32, "registers": 255, "chunk": 32}
 LONG: dict[str, Any] = {**CHUNKS, "chunk": 96, "hold": False}
 MIRROR: dict[str, Any] = {**ONE, "mirror": True}
+SHARED: dict[str, Any] = {**ONE, "window": 64, "warps": 1, "across": 4}
 AT_ONCE = {"prefetch": False}
 
 
@@ -66,6 +67,9 @@ CASES = [
     (PoolSpec(137, 33, masked=True), {**MIRROR, **AT_ONCE}, ONE),
     (PoolSpec(97, 40, layout="bkh"), {**TALL, "mirror": True}, ONE),
     (PoolSpec(32, 8, "bfloat16"), MIRROR, ONE),
+    (PoolSpec(128, 32), SHARED, SHARED),
+    (PoolSpec(65, 64, layout="bkh"), {**MIRROR, "across": 2}, {**TALL, "window": 64, "across": 2}),
+    (PoolSpec(70, 97), {**CHUNKS, "columns": 16, "across": 2}, {**CHUNKS, "columns": 16, "across": 2}),
     (PoolSpec(137, 97, layout="bkh"), {**WIDE, "row_blocks": 2}, LONG | {"chunk": 48}),
 ]
 SLOW = [
@@ -110,7 +114,8 @@ def _hard(spec: PoolSpec) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("forward", "backward"), [(ONE, TALL), (CHUNKS, CHUNKS), (WHOLE, ONE), (TALL, WHOLE), (MIRROR, ONE)]
+    ("forward", "backward"),
+    [(ONE, TALL), (CHUNKS, CHUNKS), (WHOLE, ONE), (TALL, WHOLE), (MIRROR, ONE), (SHARED, SHARED)],
 )
 @pytest.mark.parametrize("kind", ["tiny", "spike", "late", "off", "huge", "zero"])
 def test_hard_inputs(kind: str, forward: dict[str, Any], backward: dict[str, Any]) -> None:
@@ -147,7 +152,7 @@ def test_what_is_rejected_says_what_would_fit() -> None:
     spec = PoolSpec(862, 720)
     for knobs, reason in (
         ({**CHUNKS, "chunk": 40}, "multiple of 32"),
-        ({**CHUNKS, "columns": 16}, "must be window"),
+        ({**CHUNKS, "columns": 16}, "must be window (32)"),
         ({**ONE, "hold": False}, "hold=False needs a chunk"),
         ({**ONE, "items": 2}, "items is 2"),
         ({**WIDE, "warps": 8}, "lower window, warps or chunk"),

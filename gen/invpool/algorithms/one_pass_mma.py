@@ -30,6 +30,7 @@ _KEPT_STEPS: Final = 32
 # Of the streamed form.
 _WINDOWS: Final = (16, 32, 64, 128)
 _WARPS: Final = (1, 2, 3, 4, 5, 6, 7, 8)
+_ACROSS: Final = (1, 2, 4)
 _TILE_COLUMNS: Final = (16, 32, 64)
 _STREAMED_REGISTERS: Final = (128, 168, 255)
 # Steps of a chunk that are tried, rounded up to what is legal.
@@ -58,6 +59,7 @@ class MmaPlan(Plan):
         warps: strips of rows of a block; an item has as many blocks as its rows make.
         chunk: steps staged at once; 0: all. Backward, also the steps of dx of one block.
         hold: whether all steps of the block's rows stay staged; else they are staged again with each window.
+        across: warps that share a strip, each with its part of the columns: for few rows, or wide windows.
         mirror: forward, a block has all rows of an item, a tile after the other, and forms each pair of tiles once.
     """
 
@@ -72,6 +74,7 @@ class MmaPlan(Plan):
     chunk: int = 0
     hold: bool = True
     mirror: bool = False
+    across: int = 1
 
     @property
     def block_rows(self) -> int:
@@ -95,9 +98,14 @@ class OnePassMma(Algorithm[MmaPlan]):
     def _streamed_candidates(self, spec: PoolSpec, direction: Direction) -> Iterator[MmaPlan]:
         unit, steps = self.chunk_unit(spec), _padded(spec.K)
         chunks = sorted({chunk for chunk in (_padded(chunk, unit) for chunk in _CHUNKS) if chunk < steps})
-        shapes = [(window, columns, 0, True) for window in _WINDOWS for columns in _TILE_COLUMNS if columns <= window]
+        shapes = [
+            (window, columns, 0, True, across)
+            for window, columns, across in itertools.product(_WINDOWS, _TILE_COLUMNS, _ACROSS)
+            if columns * across <= window
+        ]
         shapes += [
-            (columns, columns, chunk, hold) for columns in _TILE_COLUMNS for chunk in chunks for hold in (True, False)
+            (columns * across, columns, chunk, hold, across)
+            for columns, chunk, hold, across in itertools.product(_TILE_COLUMNS, chunks, (True, False), _ACROSS[:2])
         ]
         # Of block sizes that take an item the same number of blocks, the smallest.
         warps_by_rows = {
@@ -108,11 +116,14 @@ class OnePassMma(Algorithm[MmaPlan]):
             )
             for rows in _ROW_BLOCKS[:2]
         }
-        for row_blocks, (window, columns, chunk, hold), registers in itertools.product(
+        for row_blocks, (window, columns, chunk, hold, across), registers in itertools.product(
             _ROW_BLOCKS[:2], shapes, _STREAMED_REGISTERS
         ):
             for warps in warps_by_rows[row_blocks]:
-                plan = MmaPlan(direction, row_blocks, columns, 1, True, registers, None, window, warps, chunk, hold)
+                if warps * across > _MOST_STRIPS:
+                    continue
+                knobs = (row_blocks, columns, 1, True, registers, None, window, warps, chunk, hold, False, across)
+                plan = MmaPlan(direction, *knobs)
                 yield plan
                 if direction == "forward" and not chunk and plan.block_rows % window == 0:
                     yield dataclasses.replace(plan, mirror=True)
@@ -145,6 +156,7 @@ class OnePassMma(Algorithm[MmaPlan]):
             ("prefetch", (True, False)),
             ("window", _WINDOWS if streamed else (0,)),
             ("warps", _WARPS if streamed else (0,)),
+            ("across", _ACROSS if streamed else (1,)),
             ("hold", (True, False) if streamed else (True,)),
             ("mirror", (True, False) if streamed and plan.direction == "forward" else (False,)),
         ):
@@ -183,19 +195,23 @@ class OnePassMma(Algorithm[MmaPlan]):
     def _reject_streamed(self, spec: PoolSpec, plan: MmaPlan, gpu: Gpu) -> str | None:
         if plan.most_blocks is not None:
             return f"most_blocks is {plan.most_blocks}; a streamed item has blocks of its own (None)"
-        if plan.columns > plan.window:
-            return f"a tile of {plan.columns} columns for windows of {plan.window}; lower columns"
+        if plan.columns * plan.across > plan.window:
+            return (
+                f"{plan.across} tiles of {plan.columns} columns for windows of {plan.window}; lower columns or across"
+            )
+        if plan.warps * plan.across > _MOST_STRIPS:
+            return f"{plan.warps * plan.across} warps a block; legal: at most {_MOST_STRIPS}; lower warps or across"
         unit, steps = self.chunk_unit(spec), _padded(spec.K)
         if plan.chunk and (plan.chunk % unit or not 0 < plan.chunk < steps or plan.chunk > _MOST_CHUNK):
             return (
                 f"chunk is {plan.chunk}; legal: 0 (all), or a multiple of {unit} below {min(steps, _MOST_CHUNK + unit)}"
             )
-        if plan.chunk and plan.columns != plan.window:
-            return f"scores of chunks are summed in registers: columns ({plan.columns}) must be window ({plan.window})"
+        if plan.chunk and plan.columns * plan.across != plan.window:
+            return f"scores of chunks are summed in registers: columns * across must be window ({plan.window})"
         if not plan.chunk and not plan.hold:
             return "all steps of the rows are staged at once, so they are held; hold=False needs a chunk"
         if plan.mirror and (plan.chunk or plan.block_rows % plan.window):
-            return f"mirror wants all steps at once and tiles of {plan.block_rows} rows that are whole windows of {plan.window}"
+            return f"mirror wants all steps at once, and {plan.block_rows} rows to be whole windows of {plan.window}"
         for name, size in (("warps", plan.block_rows), ("window", plan.window)):
             if size // 2 >= _padded(spec.H):
                 return f"{size} variates at once where there are {spec.H}; lower {name}"
@@ -213,6 +229,8 @@ class OnePassMma(Algorithm[MmaPlan]):
         needed = self._streamed_registers(spec, plan, kept=False)
         if needed > plan.registers:
             return f"needs about {needed} registers a thread, the plan allows {plan.registers}"
+        if plan.registers * WARP * plan.warps * plan.across > gpu.registers_per_sm:
+            return f"{plan.registers} registers for {WARP * plan.warps * plan.across} threads; lower registers"
         return None
 
     def chunk_unit(self, spec: PoolSpec) -> int:
@@ -249,7 +267,9 @@ class OnePassMma(Algorithm[MmaPlan]):
         else:
             regions += [(name, window, 0) for name in ("Mean", "G", "Out", "Gain", "Pooled", "Lse", "Low")]
             regions += [(name, rows, 0) for name in ("RowMean", "RowOffset", "RowG", "RowOut", "RowLse", "RowLow")]
-        regions += [("Offset", window, 0), ("Room", _padded(2 * plan.warps, 4), 0)]
+        regions += [("Offset", window, 0), ("Room", _padded(plan.warps * plan.across, 4), 0)]
+        if plan.across > 1 and plan.direction == "forward":
+            regions.append(("Shares", 3 * rows * plan.across, 0))
         if plan.mirror:
             regions += [("RowWeights", 2 * rows, 0), ("Partials", 2 * window * plan.warps, 0)]
             regions += [("PutAway", 2 * _padded(spec.H, window), 0)]
@@ -260,13 +280,19 @@ class OnePassMma(Algorithm[MmaPlan]):
             longest = plan.chunk or spec.K
             elements = window * (min(longest, spec.K) if spec.layout == "bkh" else longest)
             regions.append(("Fetched", -(-elements * spec.element_bytes // 16) * 4, 0))
-        return SharedLayout.pack(4, regions)
+        layout = SharedLayout.pack(4, regions)
+        if plan.across > 1 and plan.direction == "backward":
+            # At the end the warps' sums lie where all of this was.
+            sums = WARP * plan.warps * plan.across * plan.row_blocks * (steps // 2 + 4)
+            if 4 * sums > layout.bytes:
+                layout = SharedLayout.pack(4, [*regions, ("Rest", sums - layout.bytes // 4, 0)])
+        return layout
 
     def _streamed_launch(self, spec: PoolSpec, plan: MmaPlan) -> Launch:
         blocks = 1 if plan.mirror else -(-spec.H // plan.block_rows)
         if plan.direction == "backward":
             blocks *= self._chunks(spec, plan)
-        return Launch(WARP * plan.warps, _padded(self.layout(spec, plan).bytes), 1, blocks)
+        return Launch(WARP * plan.warps * plan.across, _padded(self.layout(spec, plan).bytes), 1, blocks)
 
     def _streamed_stage_lanes(self, spec: PoolSpec, plan: MmaPlan) -> int:
         if spec.layout == "bhk":
@@ -274,7 +300,7 @@ class OnePassMma(Algorithm[MmaPlan]):
         # 128 bytes side by side, then as many lanes along the steps as there are threads for.
         width = self._width(spec)
         lanes = max(1, min(_STAGE_LANES, 32 * width * spec.element_bytes // 128))
-        while lanes < _STAGE_LANES and 2 * lanes * plan.window // width <= WARP * plan.warps:
+        while lanes < _STAGE_LANES and 2 * lanes * plan.window // width <= WARP * plan.warps * plan.across:
             lanes *= 2
         return lanes
 
@@ -421,11 +447,12 @@ class OnePassMma(Algorithm[MmaPlan]):
 
     def _streamed_context(self, spec: PoolSpec, plan: MmaPlan) -> Mapping[str, Any]:
         return {
-            "min_blocks": min_blocks(WARP * plan.warps, plan.registers),
+            "min_blocks": min_blocks(WARP * plan.warps * plan.across, plan.registers),
             "parts": self.parts(spec),
             "row_blocks": plan.row_blocks,
             "columns": plan.columns,
             "strips": plan.warps,
+            "across": plan.across,
             "window": plan.window,
             "chunk": plan.chunk or _padded(spec.K),
             "one_chunk": not plan.chunk,
