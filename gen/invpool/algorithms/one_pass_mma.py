@@ -32,9 +32,9 @@ _WINDOWS: Final = (16, 32, 64, 128)
 _WARPS: Final = (1, 2, 3, 4, 5, 6, 7, 8)
 _ACROSS: Final = (1, 2, 4)
 _TILE_COLUMNS: Final = (16, 32, 64)
-_STREAMED_REGISTERS: Final = (128, 168, 255)
+_STREAMED_REGISTERS: Final = (128, 144, 168, 255)
 # Steps of a chunk that are tried, rounded up to what is legal.
-_CHUNKS: Final = (64, 96, 128, 192, 240)
+_CHUNKS: Final = (64, 96, 192, 240)
 _MOST_CHUNK: Final = 256
 # Steps of dx that a warp of the streamed backward can keep sums of, by row blocks.
 _MOST_STEPS: Final = {1: 256, 2: 128, 4: 48}
@@ -117,7 +117,7 @@ class OnePassMma(Algorithm[MmaPlan]):
             for rows in _ROW_BLOCKS[:2]
         }
         for row_blocks, (window, columns, chunk, hold, across), registers in itertools.product(
-            _ROW_BLOCKS[:2], shapes, _STREAMED_REGISTERS
+            _ROW_BLOCKS[:2], shapes, (128, 168, 255)
         ):
             for warps in warps_by_rows[row_blocks]:
                 if warps * across > _MOST_STRIPS:
@@ -152,7 +152,7 @@ class OnePassMma(Algorithm[MmaPlan]):
             ("row_blocks", _ROW_BLOCKS),
             ("columns", columns),
             ("items", (1,) if streamed else _ITEMS),
-            ("registers", _REGISTERS),
+            ("registers", _STREAMED_REGISTERS if streamed else _REGISTERS),
             ("prefetch", (True, False)),
             ("window", _WINDOWS if streamed else (0,)),
             ("warps", _WARPS if streamed else (0,)),
