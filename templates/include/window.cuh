@@ -30,7 +30,7 @@ constexpr bool kOneChunk = kChunks == 1;
 constexpr int kWindows = (kH + kWindow - 1) / kWindow;
 constexpr int kRowSteps = kRowsHeld ? kStepsPadded : kChunk;  // steps of the rows that are staged at once
 using RowPlanes = Planes<kRows, kRowSteps>;
-using ColumnPlanes = Planes<kWindow, kChunk>;
+using ColumnPlanes = Planes<kWindow, kSpread ? kStepsPadded : kChunk>;
 // Elements between the rows of a window that was fetched as it lay in x.
 constexpr int kFetchedStride = !kVariateMajor ? kWindow : kOneChunk ? kK : kChunk;
 

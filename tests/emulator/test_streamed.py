@@ -28,6 +28,7 @@ CHUNKS: dict[str, Any] = {"window": 32, "warps": 2, "row_blocks": 1, "columns": 
 LONG: dict[str, Any] = {**CHUNKS, "chunk": 96, "hold": False}
 MIRROR: dict[str, Any] = {**ONE, "mirror": True}
 SHARED: dict[str, Any] = {**ONE, "window": 64, "warps": 1, "across": 4}
+SPREAD: dict[str, Any] = {**CHUNKS, "columns": 16, "warps": 1, "across": 2, "spread": True}
 AT_ONCE = {"prefetch": False}
 
 
@@ -68,6 +69,8 @@ CASES = [
     (PoolSpec(97, 40, layout="bkh"), {**TALL, "mirror": True}, ONE),
     (PoolSpec(32, 8, "bfloat16"), MIRROR, ONE),
     (PoolSpec(128, 32), SHARED, SHARED),
+    (PoolSpec(70, 100, masked=True), CHUNKS, SPREAD),
+    (PoolSpec(33, 97, "bfloat16", "bkh"), CHUNKS, {**SPREAD, "row_blocks": 2, **AT_ONCE}),
     (PoolSpec(65, 64, layout="bkh"), {**MIRROR, "across": 2}, {**TALL, "window": 64, "across": 2}),
     (PoolSpec(70, 97), {**CHUNKS, "columns": 16, "across": 2}, {**CHUNKS, "columns": 16, "across": 2}),
     (PoolSpec(137, 97, layout="bkh"), {**WIDE, "row_blocks": 2}, LONG | {"chunk": 48}),
@@ -77,6 +80,7 @@ SLOW = [
     (PoolSpec(130, 300), LONG, LONG),
     (PoolSpec(130, 300, layout="bkh"), {**LONG, "hold": True}, {**LONG, "chunk": 240}),
     (PoolSpec(40, 1025), {**LONG, "chunk": 128}, {**LONG, "chunk": 192}),
+    (PoolSpec(130, 300), LONG, {**SPREAD, "window": 64, "across": 4, "chunk": 96, "warps": 2, "hold": False}),
     (PoolSpec(40, 1025, "bfloat16", "bkh"), {**LONG, "chunk": 128, "hold": True}, {**LONG, "chunk": 240}),
 ]
 

@@ -60,6 +60,7 @@ class MmaPlan(Plan):
         chunk: steps staged at once; 0: all. Backward, also the steps of dx of one block.
         hold: whether all steps of the block's rows stay staged; else they are staged again with each window.
         across: warps that share a strip, each with its part of the columns: for few rows, or wide windows.
+        spread: backward, the warps of a strip share all steps of dx; else blocks do, a chunk each.
         mirror: forward, a block has all rows of an item, a tile after the other, and forms each pair of tiles once.
     """
 
@@ -75,6 +76,7 @@ class MmaPlan(Plan):
     hold: bool = True
     mirror: bool = False
     across: int = 1
+    spread: bool = False
 
     @property
     def block_rows(self) -> int:
@@ -105,7 +107,7 @@ class OnePassMma(Algorithm[MmaPlan]):
         ]
         shapes += [
             (columns * across, columns, chunk, hold, across)
-            for columns, chunk, hold, across in itertools.product(_TILE_COLUMNS, chunks, (True, False), _ACROSS[:2])
+            for columns, chunk, hold, across in itertools.product(_TILE_COLUMNS, chunks, (True, False), _ACROSS)
         ]
         # Of block sizes that take an item the same number of blocks, the smallest.
         warps_by_rows = {
@@ -127,6 +129,8 @@ class OnePassMma(Algorithm[MmaPlan]):
                 yield plan
                 if direction == "forward" and not chunk and plan.block_rows % window == 0:
                     yield dataclasses.replace(plan, mirror=True)
+                if direction == "backward" and chunk and across > 1:
+                    yield dataclasses.replace(plan, spread=True)
 
     def template(self, plan: MmaPlan) -> str:
         return f"{self.name}/{'streamed_' if plan.window else ''}{plan.direction}.cu.j2"
@@ -156,12 +160,13 @@ class OnePassMma(Algorithm[MmaPlan]):
             ("prefetch", (True, False)),
             ("window", _WINDOWS if streamed else (0,)),
             ("warps", _WARPS if streamed else (0,)),
+            ("spread", (True, False) if streamed and plan.direction == "backward" else (False,)),
             ("across", _ACROSS if streamed else (1,)),
             ("hold", (True, False) if streamed else (True,)),
             ("mirror", (True, False) if streamed and plan.direction == "forward" else (False,)),
         ):
             value = plan.knobs[name]
-            if value not in legal or isinstance(value, bool) != (name in ("prefetch", "hold", "mirror")):
+            if value not in legal or isinstance(value, bool) != (name in ("prefetch", "hold", "mirror", "spread")):
                 return f"{name} is {value!r}; legal: {', '.join(map(str, legal))}"
         if streamed:
             return self._reject_streamed(spec, plan, gpu)
@@ -210,14 +215,17 @@ class OnePassMma(Algorithm[MmaPlan]):
             return f"scores of chunks are summed in registers: columns * across must be window ({plan.window})"
         if not plan.chunk and not plan.hold:
             return "all steps of the rows are staged at once, so they are held; hold=False needs a chunk"
+        if plan.spread and (not plan.chunk or plan.across == 1):
+            return "spread wants chunks of steps (chunk), and several warps a strip (across)"
         if plan.mirror and (plan.chunk or plan.block_rows % plan.window):
             return f"mirror wants all steps at once, and {plan.block_rows} rows to be whole windows of {plan.window}"
         for name, size in (("warps", plan.block_rows), ("window", plan.window)):
             if size // 2 >= _padded(spec.H):
                 return f"{size} variates at once where there are {spec.H}; lower {name}"
-        if plan.direction == "backward" and (plan.chunk or steps) > _MOST_STEPS[plan.row_blocks]:
+        warp_steps = self._warp_steps(spec, plan)
+        if plan.direction == "backward" and warp_steps > _MOST_STEPS[plan.row_blocks]:
             return (
-                f"sums of {plan.chunk or steps} steps of dx for {16 * plan.row_blocks} rows do not fit registers; "
+                f"sums of {warp_steps} steps of dx for {16 * plan.row_blocks} rows do not fit registers; "
                 f"set chunk to {_MOST_STEPS[plan.row_blocks]} or less, or lower row_blocks"
             )
         shared = self.layout(spec, plan).bytes
@@ -244,11 +252,17 @@ class OnePassMma(Algorithm[MmaPlan]):
         scores = blocks * formed // 2 * (3 if parts == 2 else 1)
         if plan.direction == "forward":
             return 32 + operand + scores + 6 * blocks
-        gathered = blocks * (plan.chunk or _padded(spec.K)) // 2
+        gathered = blocks * self._warp_steps(spec, plan) // 2
         return (72 if kept else 40) + operand + scores + 10 * blocks + gathered
 
     def _streamed_rows_kept(self, spec: PoolSpec, plan: MmaPlan) -> bool:
         return not plan.chunk and self._streamed_registers(spec, plan, kept=True) <= plan.registers
+
+    def _warp_steps(self, spec: PoolSpec, plan: MmaPlan) -> int:
+        """Steps of dx that a warp of the streamed backward sums."""
+        if plan.spread:
+            return _padded(-(-_padded(spec.K) // plan.across))
+        return plan.chunk or _padded(spec.K)
 
     def _chunks(self, spec: PoolSpec, plan: MmaPlan) -> int:
         return -(-spec.K // plan.chunk) if plan.chunk else 1
@@ -261,13 +275,19 @@ class OnePassMma(Algorithm[MmaPlan]):
             across, down = (steps, variates) if spec.layout == "bhk" else (variates, steps)
             return self.parts(spec) * down * (2 * across + 16) // 4, self.parts(spec) * down * 4
 
-        regions = [("Rows", *planes(rows, row_steps)), ("Columns", *planes(window, steps))]
+        regions = [
+            ("Rows", *planes(rows, row_steps)),
+            ("Columns", *planes(window, _padded(spec.K) if plan.spread else steps)),
+        ]
         if plan.direction == "forward":
             regions += [("Weights", 2 * window, 0)]
         else:
             regions += [(name, window, 0) for name in ("Mean", "G", "Out", "Gain", "Pooled", "Lse", "Low")]
             regions += [(name, rows, 0) for name in ("RowMean", "RowOffset", "RowG", "RowOut", "RowLse", "RowLow")]
         regions += [("Offset", window, 0), ("Room", _padded(plan.warps * plan.across, 4), 0)]
+        if plan.spread:
+            # Fragments of fp16 pairs: four words a lane for 16 rows and 16 columns.
+            regions.append(("Shown", 8 * WARP * plan.warps * max(window // 16 * plan.row_blocks, plan.across), 0))
         if plan.across > 1 and plan.direction == "forward":
             regions.append(("Shares", 3 * rows * plan.across, 0))
         if plan.mirror:
@@ -281,7 +301,7 @@ class OnePassMma(Algorithm[MmaPlan]):
             elements = window * (min(longest, spec.K) if spec.layout == "bkh" else longest)
             regions.append(("Fetched", -(-elements * spec.element_bytes // 16) * 4, 0))
         layout = SharedLayout.pack(4, regions)
-        if plan.across > 1 and plan.direction == "backward":
+        if plan.across > 1 and plan.direction == "backward" and not plan.spread:
             # At the end the warps' sums lie where all of this was.
             sums = WARP * plan.warps * plan.across * plan.row_blocks * (steps // 2 + 4)
             if 4 * sums > layout.bytes:
@@ -290,7 +310,7 @@ class OnePassMma(Algorithm[MmaPlan]):
 
     def _streamed_launch(self, spec: PoolSpec, plan: MmaPlan) -> Launch:
         blocks = 1 if plan.mirror else -(-spec.H // plan.block_rows)
-        if plan.direction == "backward":
+        if plan.direction == "backward" and not plan.spread:
             blocks *= self._chunks(spec, plan)
         return Launch(WARP * plan.warps * plan.across, _padded(self.layout(spec, plan).bytes), 1, blocks)
 
@@ -420,14 +440,15 @@ class OnePassMma(Algorithm[MmaPlan]):
         passes = (-(-spec.H // plan.block_rows) + 1) / 2 if plan.mirror else 1
         scores = plan.block_rows * columns * passes
         products = 3 if parts == 2 else 1
-        multiplied = scores / 128 * products * (steps + ((plan.chunk or steps) if backward else 0)) / 16
+        gathered = steps if plan.spread else plan.chunk or steps
+        multiplied = scores / 128 * products * (steps + (gathered if backward else 0)) / 16
         loads = scores / (16 * plan.row_blocks * plan.columns) * parts * steps / 16
         loads *= (0 if self._streamed_rows_kept(spec, plan) else plan.row_blocks) + plan.columns / 16
         if backward:
-            loads += scores / (256 * plan.row_blocks) * parts * (plan.chunk or steps) / 16
+            loads += scores / (256 * plan.row_blocks) * parts * gathered / 16
         windows = -(-columns // plan.window)
         staged = passes * columns * steps + plan.block_rows * steps * (1 if plan.hold else windows)
-        if backward and chunks > 1:
+        if backward and chunks > 1 and not plan.spread:
             staged += columns * plan.chunk
         fma = multiplied * 195 + scores * (12 if backward else 7 if plan.mirror else 5) + staged * 8
         traffic = spec.least_bytes(plan.direction, batch) + batch * spec.H * 12
@@ -460,6 +481,7 @@ class OnePassMma(Algorithm[MmaPlan]):
             "rows_kept": self._streamed_rows_kept(spec, plan),
             "prefetch": plan.prefetch,
             "mirror": plan.mirror,
+            "spread": plan.spread,
             "stage_lanes": self._streamed_stage_lanes(spec, plan),
         }
 
