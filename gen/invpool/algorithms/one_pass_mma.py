@@ -31,11 +31,15 @@ _KEPT_STEPS: Final = 32
 _WINDOWS: Final = (16, 32, 64, 128)
 _WARPS: Final = (1, 2, 3, 4, 5, 6, 7, 8)
 _ACROSS: Final = (1, 2, 4)
+_ACROSS_FROM: Final = 64
 _TILE_COLUMNS: Final = (16, 32, 64)
 _STREAMED_REGISTERS: Final = (128, 144, 168, 255)
 # Steps of a chunk that are tried, rounded up to what is legal.
-_CHUNKS: Final = (64, 96, 192, 240)
+_CHUNKS: Final = (64, 96, 240)
 _MOST_CHUNK: Final = 256
+_CHUNK_WINDOWS: Final = (32, 64)
+# Up to so many steps no chunks are tried: all fit.
+_UNCHUNKED: Final = 128
 # Steps of dx that a warp of the streamed backward can keep sums of, by row blocks.
 _MOST_STEPS: Final = {1: 256, 2: 128, 4: 48}
 
@@ -99,15 +103,16 @@ class OnePassMma(Algorithm[MmaPlan]):
 
     def _streamed_candidates(self, spec: PoolSpec, direction: Direction) -> Iterator[MmaPlan]:
         unit, steps = self.chunk_unit(spec), _padded(spec.K)
-        chunks = sorted({chunk for chunk in (_padded(chunk, unit) for chunk in _CHUNKS) if chunk < steps})
+        chunks = sorted({chunk for chunk in (_padded(chunk, unit) for chunk in _CHUNKS) if chunk < steps > _UNCHUNKED})
         shapes = [
             (window, columns, 0, True, across)
             for window, columns, across in itertools.product(_WINDOWS, _TILE_COLUMNS, _ACROSS)
-            if columns * across <= window
+            if columns * across <= window and (across == 1 or window >= _ACROSS_FROM)
         ]
         shapes += [
             (columns * across, columns, chunk, hold, across)
             for columns, chunk, hold, across in itertools.product(_TILE_COLUMNS, chunks, (True, False), _ACROSS)
+            if columns * across in _CHUNK_WINDOWS
         ]
         # Of block sizes that take an item the same number of blocks, the smallest.
         warps_by_rows = {
@@ -122,7 +127,7 @@ class OnePassMma(Algorithm[MmaPlan]):
             _ROW_BLOCKS[:2], shapes, (128, 168, 255)
         ):
             for warps in warps_by_rows[row_blocks]:
-                if warps * across > _MOST_STRIPS:
+                if warps * across > _MOST_STRIPS or (chunk and registers < _STREAMED_REGISTERS[-1]):
                     continue
                 knobs = (row_blocks, columns, 1, True, registers, None, window, warps, chunk, hold, False, across)
                 plan = MmaPlan(direction, *knobs)
