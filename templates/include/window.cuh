@@ -97,7 +97,30 @@ __device__ inline Source in_memory(const ItemView& item, int h0, int k0) {
   return {x, kVariateMajor ? kInputH : kInputK, reinterpret_cast<unsigned long long>(x) % (kStageWidth * kElementBytes) == 0};
 }
 
-// What is known of VARIATES variates while their steps are staged a chunk at a time: [class][variate], three of each.
+// How far a variate is from the item's first, and how large: by the largest element, so that the order does not matter.
+struct Nearness {
+  Scalar distance = 0, size = 0;
+
+  __device__ void add(Scalar value, Scalar centre) {
+    distance = fmax(distance, fabs(value - centre));
+    size = fmax(size, fabs(value));
+  }
+  __device__ void share(int flip) {
+    distance = fmax(distance, __shfl_xor_sync(0xffffffffu, distance, flip));
+    size = fmax(size, __shfl_xor_sync(0xffffffffu, size, flip));
+  }
+  __device__ bool near() const { return 2 * distance < size; }
+};
+
+// What staging learns of one variate.
+struct Learnt {
+  Scalar sum;  // of x - c
+  Scalar norm;  // of v * v
+  Scalar with_centre;  // of (x - c) * c
+  bool near;  // the centre, if there is one
+};
+
+// What is known of VARIATES variates while their steps are staged a chunk at a time: [class][variate], five of each.
 template <int VARIATES>
 struct Unfinished {
   Scalar* of_class;
@@ -109,6 +132,7 @@ struct Unfinished {
 struct Sums {
   ClassSums sum, with_centre;
   Scalar norm = 0;
+  Nearness nearness;
 
   template <int VARIATES>
   __device__ void take_up(const Unfinished<VARIATES>& from, int part, int variate) {
@@ -118,6 +142,7 @@ struct Sums {
       with_centre.of_class[i] = from.at(1, i * kStageLanes + part, variate);
     }
     norm = from.at(2, part, variate);
+    nearness = {from.at(3, part, variate), from.at(4, part, variate)};
   }
   template <int VARIATES>
   __device__ void put_away(const Unfinished<VARIATES>& to, int part, int variate) const {
@@ -127,6 +152,8 @@ struct Sums {
       to.at(1, i * kStageLanes + part, variate) = with_centre.of_class[i];
     }
     to.at(2, part, variate) = norm;
+    to.at(3, part, variate) = nearness.distance;
+    to.at(4, part, variate) = nearness.size;
   }
 };
 
@@ -142,17 +169,18 @@ __device__ inline void stage_chunk(
   constexpr int kWidth = kStageWidth;
   const int steps = steps_from(k0), padded = steps_padded(k0);
   const bool first_chunk = kOneChunk || k0 == 0, last_chunk = kOneChunk || k0 + kChunk >= kK;
-  const auto value_of = [&](Element element, int k, Scalar& sum, Scalar& norm, Scalar& with_centre) {
+  const auto value_of = [&](Element element, int k, Sums& sums, int i) {
     Scalar value = to_scalar(element);
     if constexpr (CENTRED) {
       const Scalar c = item.at(centre, k0 + k);
+      if constexpr (SUMS) sums.nearness.add(value, c);
       value -= c;
-      if constexpr (SUMS) with_centre = fma(value, c, with_centre);
+      if constexpr (SUMS) sums.with_centre.of_class[i] = fma(value, c, sums.with_centre.of_class[i]);
     }
     const Scalar v = value * factor;
     if constexpr (SUMS) {
-      sum += value;
-      norm = fma(v, v, norm);
+      sums.sum.of_class[i] += value;
+      sums.norm = fma(v, v, sums.norm);
     }
     return v;
   };
@@ -179,7 +207,7 @@ __device__ inline void stage_chunk(
               const Pack<Element, kWidth> pack = from.load(place * from.stride + k);
 #pragma unroll
               for (int e = 0; e < kWidth; ++e) {
-                v[e] = value_of(pack.lane[e], k + e, sums.sum.of_class[i], sums.norm, sums.with_centre.of_class[i]);
+                v[e] = value_of(pack.lane[e], k + e, sums, i);
               }
             }
             store_parts<kWidth, PLANES::kBytes>(planes + PLANES::at(place, k), v);
@@ -188,17 +216,21 @@ __device__ inline void stage_chunk(
         if (SUMS && !last_chunk) sums.put_away(unfinished, part, place);
       }
       if (!SUMS || !last_chunk) continue;
-      for (int flip = kStageLanes / 2; flip > 0; flip /= 2) sums.norm += __shfl_xor_sync(0xffffffffu, sums.norm, flip);
-      const Staged staged{
-          sums.sum.total(1, kStageLanes / 2), sums.norm, CENTRED ? sums.with_centre.total(1, kStageLanes / 2) : Scalar(0)};
+      for (int flip = kStageLanes / 2; flip > 0; flip /= 2) {
+        sums.norm += __shfl_xor_sync(0xffffffffu, sums.norm, flip);
+        if constexpr (CENTRED) sums.nearness.share(flip);
+      }
+      const Learnt staged{
+          sums.sum.total(1, kStageLanes / 2), sums.norm, CENTRED ? sums.with_centre.total(1, kStageLanes / 2) : Scalar(0),
+          !CENTRED || !seen || sums.nearness.near()};
       if (part == 0 && inside) keep(place, h, staged);
     }
   } else {
-    constexpr int kAcross = 32 / kStageLanes;
-    const int part = thread % 32 / kAcross;
+    constexpr int kLanesAcross = 32 / kStageLanes;
+    const int part = thread % 32 / kLanesAcross;
 #pragma unroll 1
     for (int first = 0; first < VARIATES; first += kThreads / kStageLanes * kWidth) {
-      const int place = first + (thread / 32 * kAcross + thread % kAcross) * kWidth, h = h0 + place;
+      const int place = first + (thread / 32 * kLanesAcross + thread % kLanesAcross) * kWidth, h = h0 + place;
       const bool inside = place < VARIATES;
       Sums sums[kWidth];
       if (inside) {
@@ -217,7 +249,7 @@ __device__ inline void stage_chunk(
 #pragma unroll
               for (int e = 0; e < kWidth; ++e) {
                 if (kMasked && !item.takes_part(h + e)) continue;
-                v[e] = value_of(pack.lane[e], k, sums[e].sum.of_class[i], sums[e].norm, sums[e].with_centre.of_class[i]);
+                v[e] = value_of(pack.lane[e], k, sums[e], i);
               }
             }
             store_parts<kWidth, PLANES::kBytes>(planes + PLANES::at(place, k), v);
@@ -232,9 +264,13 @@ __device__ inline void stage_chunk(
 #pragma unroll
       for (int e = 0; e < kWidth; ++e) {
         Scalar norm = sums[e].norm;
-        for (int flip = 16; flip >= kAcross; flip /= 2) norm += __shfl_xor_sync(0xffffffffu, norm, flip);
-        const Staged staged{
-            sums[e].sum.total(kAcross, 16), norm, CENTRED ? sums[e].with_centre.total(kAcross, 16) : Scalar(0)};
+        for (int flip = 16; flip >= kLanesAcross; flip /= 2) {
+          norm += __shfl_xor_sync(0xffffffffu, norm, flip);
+          if constexpr (CENTRED) sums[e].nearness.share(flip);
+        }
+        const Learnt staged{
+            sums[e].sum.total(kLanesAcross, 16), norm, CENTRED ? sums[e].with_centre.total(kLanesAcross, 16) : Scalar(0),
+            !CENTRED || !item.takes_part(h + e) || sums[e].nearness.near()};
         if (part == 0 && inside) keep(place + e, h + e, staged);
       }
     }
@@ -254,26 +290,12 @@ __device__ inline int exponent_of(Scalar value) {
 // Row norms from here on may belong to numbers too large for fp16.
 constexpr float kLargeNorm = 67108864;
 
-// How far a variate is from the item's first, and how large: by the largest element, so that the order does not matter.
-struct Nearness {
-  Scalar distance = 0, size = 0;
-
-  __device__ bool near() const { return 2 * distance < size; }
-};
-
-// By the lanes of a warp together; without a centre only the size is found.
+// By the lanes of a warp together.
 __device__ inline Nearness look_at(const ItemView& item, int centre, int h, int lane) {
   Nearness row;
-  for (int k = lane; k < kK; k += 32) {
-    const Scalar value = item.at(h, k);
-    row.size = fmax(row.size, fabs(value));
-    if (centre >= 0) row.distance = fmax(row.distance, fabs(value - item.at(centre, k)));
-  }
+  for (int k = lane; k < kK; k += 32) row.add(item.at(h, k), item.at(centre, k));
 #pragma unroll
-  for (int flip = 16; flip > 0; flip /= 2) {
-    row.distance = fmax(row.distance, __shfl_xor_sync(0xffffffffu, row.distance, flip));
-    row.size = fmax(row.size, __shfl_xor_sync(0xffffffffu, row.size, flip));
-  }
+  for (int flip = 16; flip > 0; flip /= 2) row.share(flip);
   return row;
 }
 
@@ -282,7 +304,7 @@ __device__ inline Scalar largest_of_warp(const ItemView& item, int thread) {
   Scalar largest = 0;
 #pragma unroll 1
   for (int h = thread / 32; h < kH; h += kThreads / 32) {
-    if (item.takes_part(h)) largest = fmax(largest, look_at(item, -1, h, thread % 32).size);
+    if (item.takes_part(h)) largest = fmax(largest, look_at(item, h, h, thread % 32).size);
   }
   return largest;
 }
@@ -298,38 +320,35 @@ __device__ inline void make_smaller(Staging& how, Scalar scale, Scalar factor, S
   how.plain = how.centre < 0 && shift == 0 && !(scale < 0);
 }
 
-// Whether the item is centred: every variate nearer to the first than half of its own size. All blocks of an item find
-// the same, in forward and backward. A warp looks no further than the first one that is not: in normalised input that
-// is where it begins.
-__device__ inline Staging choose_staging(const ItemView& item, Scalar scale, Scalar factor, Scalar* room, int thread) {
+// An item is centred if every variate is nearer to the first than half of its own size. Here a few are looked at: if one
+// is not near, as in normalised input, that is settled. Else the item is staged as if it were, and the block begins anew
+// where staging meets one that is not. Each block meets all variates: all blocks of an item find the same, in forward and
+// backward.
+__device__ inline Staging choose_staging(const ItemView& item, Scalar scale, Scalar factor, int thread) {
   Staging how;
-  const int first = item.first_taking_part();
-  bool near = first < kH;
-  Scalar largest = 0;
-#pragma unroll 1
-  for (int h = first + 1 + thread / 32; h < kH && near; h += kThreads / 32) {
-    if (!item.takes_part(h)) continue;
-    const Nearness row = look_at(item, first, h, thread % 32);
-    near = row.near();
-    largest = fmax(largest, row.size);
-  }
-  if (near && thread < 32) {
-    const Nearness row = look_at(item, first, first, thread);
-    near = row.near();
-    largest = fmax(largest, row.size);
-  }
-  if (!any_of_item(!near)) {
+  const int first = item.first_taking_part(), h = first + 1 + thread / 32;
+  bool far = first >= kH;
+  if (!far && item.takes_part(h)) far = !look_at(item, first, h, thread % 32).near();
+  if (!any_of_item(far)) {
     how.centre = first;
     for (int k = thread % 32; k < kK; k += 32) how.centre_mean += item.at(first, k);
 #pragma unroll
     for (int flip = 16; flip > 0; flip /= 2) how.centre_mean += __shfl_xor_sync(0xffffffffu, how.centre_mean, flip);
     how.centre_mean /= Scalar(kK);
-    largest = largest_of_item(largest, room);
-  } else {
-    largest = 0;  // looked for if numbers turn out to be large
   }
-  make_smaller(how, scale, factor, largest);
+  make_smaller(how, scale, factor, 0);
   return how;
+}
+
+// A block begins anew: `far` if a variate turned out not to be near the centre, `large` if numbers may be too large for
+// fp16, of which then all blocks of the item find the same power of two.
+__device__ inline void choose_again(
+    Staging& how, const ItemView& item, Scalar scale, Scalar factor, bool far, bool large, Scalar* room, int thread) {
+  if (far) {
+    how.centre = -1;
+    how.centre_mean = 0;
+  }
+  if (far || large) make_smaller(how, scale, factor, large ? largest_of_item(largest_of_warp(item, thread), room) : Scalar(0));
 }
 
 // ---- scores

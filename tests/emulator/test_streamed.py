@@ -104,6 +104,8 @@ def _hard(spec: PoolSpec) -> dict[str, Tensor]:
     normal = torch.randn(2, spec.H, spec.K, generator=torch.Generator().manual_seed(3))
     spike, late = normal.clone(), normal.clone()
     spike[:, spec.H // 2] *= 1000
+    nearly = normal * 0.05 + 100  # centred until the last variate says no
+    nearly[:, -1] = normal[:, -1]
     late[1, -1] *= 1e4
     tops = 1e18 if spec.dtype != "float16" else 1e4
     return {
@@ -112,6 +114,7 @@ def _hard(spec: PoolSpec) -> dict[str, Tensor]:
         "spike": spike,
         "late": late if spec.dtype != "float16" else spike,
         "off": normal * 0.05 + 100,
+        "nearly": nearly,
         "huge": normal * tops,
         "zero": torch.zeros_like(normal),
     }
@@ -121,7 +124,7 @@ def _hard(spec: PoolSpec) -> dict[str, Tensor]:
     ("forward", "backward"),
     [(ONE, TALL), (CHUNKS, CHUNKS), (WHOLE, ONE), (TALL, WHOLE), (MIRROR, ONE), (SHARED, SHARED)],
 )
-@pytest.mark.parametrize("kind", ["tiny", "spike", "late", "off", "huge", "zero"])
+@pytest.mark.parametrize("kind", ["tiny", "spike", "late", "off", "nearly", "huge", "zero"])
 def test_hard_inputs(kind: str, forward: dict[str, Any], backward: dict[str, Any]) -> None:
     spec = PoolSpec(65, 64)
     pool = EmulatedPool(spec, Choice(MMA, _plan(spec, "forward", forward), _plan(spec, "backward", backward)))

@@ -37,9 +37,11 @@ _STREAMED_REGISTERS: Final = (128, 144, 168, 255)
 # Steps of a chunk that are tried, rounded up to what is legal.
 _CHUNKS: Final = (64, 96, 240)
 _MOST_CHUNK: Final = 256
-_CHUNK_WINDOWS: Final = (32, 64)
+_CHUNK_WINDOWS: Final = (16, 32, 64)
 # Up to so many steps no chunks are tried: all fit.
 _UNCHUNKED: Final = 128
+# What a barrier costs, in multiply-adds of an SM: a guess.
+_BARRIER: Final = 12000
 # Steps of dx that a warp of the streamed backward can keep sums of, by row blocks.
 _MOST_STEPS: Final = {1: 256, 2: 128, 4: 48}
 
@@ -300,7 +302,7 @@ class OnePassMma(Algorithm[MmaPlan]):
             regions += [("PutAway", 2 * _padded(spec.H, window), 0)]
         if plan.chunk:
             variates = max(rows, window) if plan.direction == "backward" else window
-            regions.append(("Unfinished", 24 * variates, 0))
+            regions.append(("Unfinished", 40 * variates, 0))
         if plan.prefetch:
             longest = plan.chunk or spec.K
             elements = window * (min(longest, spec.K) if spec.layout == "bkh" else longest)
@@ -456,6 +458,8 @@ class OnePassMma(Algorithm[MmaPlan]):
         if backward and chunks > 1 and not plan.spread:
             staged += columns * plan.chunk
         fma = multiplied * 195 + scores * (12 if backward else 7 if plan.mirror else 5) + staged * 8
+        # Two barriers a chunk of a window, at which pipes run dry.
+        fma += windows * chunks * passes * 2 * _BARRIER
         traffic = spec.least_bytes(plan.direction, batch) + batch * spec.H * 12
         return Cost(
             fma=round(blocks * fma),
