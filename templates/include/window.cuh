@@ -120,7 +120,8 @@ struct Learnt {
   bool near;  // the centre, if there is one
 };
 
-// What is known of VARIATES variates while their steps are staged a chunk at a time: [class][variate], five of each.
+// What is known of VARIATES variates while their steps are staged a chunk at a time: two sums
+// [class][variate], three numbers [variate].
 template <int VARIATES>
 struct Unfinished {
   Scalar* of_class;
@@ -141,8 +142,9 @@ struct Sums {
       sum.of_class[i] = from.at(0, i * kStageLanes + part, variate);
       with_centre.of_class[i] = from.at(1, i * kStageLanes + part, variate);
     }
-    norm = from.at(2, part, variate);
-    nearness = {from.at(3, part, variate), from.at(4, part, variate)};
+    if (part > 0) return;
+    norm = from.at(2, 0, variate);
+    nearness = {from.at(2, 1, variate), from.at(2, 2, variate)};
   }
   template <int VARIATES>
   __device__ void put_away(const Unfinished<VARIATES>& to, int part, int variate) const {
@@ -151,9 +153,10 @@ struct Sums {
       to.at(0, i * kStageLanes + part, variate) = sum.of_class[i];
       to.at(1, i * kStageLanes + part, variate) = with_centre.of_class[i];
     }
-    to.at(2, part, variate) = norm;
-    to.at(3, part, variate) = nearness.distance;
-    to.at(4, part, variate) = nearness.size;
+    if (part > 0) return;
+    to.at(2, 0, variate) = norm;
+    to.at(2, 1, variate) = nearness.distance;
+    to.at(2, 2, variate) = nearness.size;
   }
 };
 
@@ -213,12 +216,15 @@ __device__ inline void stage_chunk(
             store_parts<kWidth, PLANES::kBytes>(planes + PLANES::at(place, k), v);
           }
         }
-        if (SUMS && !last_chunk) sums.put_away(unfinished, part, place);
       }
-      if (!SUMS || !last_chunk) continue;
+      if constexpr (!SUMS) continue;
       for (int flip = kStageLanes / 2; flip > 0; flip /= 2) {
         sums.norm += __shfl_xor_sync(0xffffffffu, sums.norm, flip);
         if constexpr (CENTRED) sums.nearness.share(flip);
+      }
+      if (!last_chunk) {
+        if (inside) sums.put_away(unfinished, part, place);
+        continue;
       }
       const Learnt staged{
           sums.sum.total(1, kStageLanes / 2), sums.norm, CENTRED ? sums.with_centre.total(1, kStageLanes / 2) : Scalar(0),
@@ -255,18 +261,18 @@ __device__ inline void stage_chunk(
             store_parts<kWidth, PLANES::kBytes>(planes + PLANES::at(place, k), v);
           }
         }
-        if (SUMS && !last_chunk) {
-#pragma unroll
-          for (int e = 0; e < kWidth; ++e) sums[e].put_away(unfinished, part, place + e);
-        }
       }
-      if (!SUMS || !last_chunk) continue;
+      if constexpr (!SUMS) continue;
 #pragma unroll
       for (int e = 0; e < kWidth; ++e) {
-        Scalar norm = sums[e].norm;
+        Scalar& norm = sums[e].norm;
         for (int flip = 16; flip >= kLanesAcross; flip /= 2) {
           norm += __shfl_xor_sync(0xffffffffu, norm, flip);
           if constexpr (CENTRED) sums[e].nearness.share(flip);
+        }
+        if (!last_chunk) {
+          if (inside) sums[e].put_away(unfinished, part, place + e);
+          continue;
         }
         const Learnt staged{
             sums[e].sum.total(kLanesAcross, 16), norm, CENTRED ? sums[e].with_centre.total(kLanesAcross, 16) : Scalar(0),

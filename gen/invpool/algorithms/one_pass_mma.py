@@ -302,7 +302,7 @@ class OnePassMma(Algorithm[MmaPlan]):
             regions += [("PutAway", 2 * _padded(spec.H, window), 0)]
         if plan.chunk:
             variates = max(rows, window) if plan.direction == "backward" else window
-            regions.append(("Unfinished", 40 * variates, 0))
+            regions.append(("Unfinished", 19 * variates, 0))
         if plan.prefetch:
             longest = plan.chunk or spec.K
             elements = window * (min(longest, spec.K) if spec.layout == "bkh" else longest)
