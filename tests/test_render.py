@@ -14,7 +14,7 @@ from invpool.algorithms import ALGORITHMS, choose, find_algorithm
 from invpool.algorithms.three_pass import ThreePassPlan
 from invpool.errors import TemplateError
 from invpool.gpu import known_gpu
-from invpool.render import TEMPLATES_VARIABLE, kernel_context, render_kernel, render_template, template_name
+from invpool.render import TEMPLATES_VARIABLE, kernel_context, render_kernel, render_template
 from invpool.spec import DTYPES, LAYOUTS, PoolSpec
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -85,12 +85,14 @@ def test_every_context_key_is_used_and_every_name_is_there(name: str) -> None:
     algorithm, spec = ALGORITHMS[name], PoolSpec(33, 6)
     keys, read = set(), set()
     for direction in DIRECTIONS:
-        plan = algorithm.legal(spec, H200, direction)[0]
-        context = set(kernel_context(algorithm, spec, plan))
-        names = _names_read(template_name(algorithm, direction))
-        assert names <= context
-        keys |= context
-        read |= names
+        # One plan of each template that the algorithm has.
+        plans = {algorithm.template(plan): plan for plan in algorithm.legal(spec, H200, direction)}
+        for template, plan in plans.items():
+            context = set(kernel_context(algorithm, spec, plan))
+            names = _names_read(template)
+            assert names <= context
+            keys |= context
+            read |= names
     assert keys == read
 
 

@@ -5,6 +5,7 @@
 // that two carry 22 bits. Three products (first * first + first * second + second * first) make a float32 one.
 
 #include "primitives.cuh"
+#include "sums.cuh"
 
 // A plane is made of pieces of 8 x 8 numbers, 128 bytes without a gap, so that eight rows of a piece never share a bank.
 // The rows of a piece are variates (bhk) or steps (bkh), as those of x are: what lies side by side in DRAM does so here.
@@ -49,7 +50,7 @@ __device__ inline void load_by_variates(Halves (&block)[4], const unsigned char*
 }
 
 // Writes WIDTH neighbours of a plane's row, and what is lost of them to the next plane.
-template <int WIDTH>
+template <int WIDTH, int PLANE = kPlaneBytes>
 __device__ inline void store_parts(unsigned char* at, const Scalar (&v)[WIDTH]) {
   Scalar rest[WIDTH];
 #pragma unroll
@@ -58,7 +59,7 @@ __device__ inline void store_parts(unsigned char* at, const Scalar (&v)[WIDTH]) 
   for (int part = 0; part < kParts; ++part) {
     if constexpr (WIDTH == 1) {
       const Halves pair = pack_halves(rest[0], Scalar(0));
-      *reinterpret_cast<unsigned short*>(at + part * kPlaneBytes) = static_cast<unsigned short>(pair);
+      *reinterpret_cast<unsigned short*>(at + part * PLANE) = static_cast<unsigned short>(pair);
       rest[0] -= low_half(pair);
     } else {
       Pack<Halves, WIDTH / 2> pack;
@@ -70,7 +71,7 @@ __device__ inline void store_parts(unsigned char* at, const Scalar (&v)[WIDTH]) 
           rest[2 * i + 1] -= high_half(pack.lane[i]);
         }
       }
-      store_pack<WIDTH / 2>(reinterpret_cast<Halves*>(at + part * kPlaneBytes), pack);
+      store_pack<WIDTH / 2>(reinterpret_cast<Halves*>(at + part * PLANE), pack);
     }
   }
 }
@@ -106,11 +107,12 @@ __device__ inline Scalar scalar_of(unsigned bits) {
   return value;
 }
 
-// Whether an item wants a second look: it trips a guard, or none of its variates is far from the first. On the way, the
+// Whether an item wants a second look: it trips a guard, or none of its variates is far from the first; `far` is left to
+// say whether one is. On the way, the
 // largest values of its threads: none of them negative, so that their bits are ordered as they are, NaN on top.
 // room: one pack a warp, which nothing else uses.
 template <int COUNT>
-__device__ inline bool wants_more(bool trips, bool far, Scalar* largest, Pack<unsigned, 4>* room) {
+__device__ inline bool wants_more(bool trips, bool& far, Scalar* largest, Pack<unsigned, 4>* room) {
   Pack<unsigned, 4> seen{};
   seen.lane[0] = (__any_sync(0xffffffffu, trips) ? 1 : 0) | (__any_sync(0xffffffffu, far) ? 2 : 0);
 #pragma unroll
@@ -130,6 +132,7 @@ __device__ inline bool wants_more(bool trips, bool far, Scalar* largest, Pack<un
   }
 #pragma unroll
   for (int i = 0; i < COUNT; ++i) largest[i] = scalar_of(seen.lane[1 + i]);
+  far = (seen.lane[0] & 2) != 0;
   return seen.lane[0] != 2;
 }
 
@@ -197,6 +200,23 @@ constexpr int kStageWidth = kVariateMajor ? pack_width<Element>(kK, kK) : pack_w
 constexpr int kClasses = 8 / kStageLanes;  // of a lane
 static_assert(8 % kStageLanes == 0, "lanes share the classes evenly");
 
+// Variates (or pieces of a plane) begin on the same bank: each goes through its classes in an order of its own, which
+// changes no sum: classes that are added to each other stay so.
+__device__ inline int order_of(int h) {
+  if constexpr (kVariateMajor) {
+    constexpr int kPacks = kK / kStageWidth;
+    constexpr int kOrders = kPacks % 8 == 0 ? 8 : kPacks % 4 == 0 ? 4 : kPacks % 2 == 0 ? 2 : 1;
+    return (h ^ (h / 8 & 1)) & (kOrders - 1);
+  }
+  return kK < 8 ? 0 : h / 8 % 4 * 2;
+}
+
+// The elements that tell normalised input apart: the first of every fourth pack of a variate, or every eighth step.
+__device__ inline bool is_sample(int h, int k) {
+  if constexpr (kVariateMajor) return k % kStageWidth == 0 && ((k / kStageWidth) ^ order_of(h)) % 4 == 0;
+  return (k ^ order_of(h)) % 8 == 0;
+}
+
 struct ClassSums {
   Scalar of_class[kClasses] = {};
 
@@ -228,7 +248,7 @@ struct Stager {
     for (int i = 0; i < kStageWidth; ++i) pack.lane[i] = from[i];
     return pack;
   }
-  // Whether an element of class i tells how near a variate is: the same ones whatever the plan.
+  // Whether an element of class i is a sample: see is_sample.
   __device__ static bool samples(int i, int part) {
     if constexpr (kVariateMajor) return (i * kStageLanes + part) % 4 == 0;
     return i == 0 && part == 0;
@@ -253,14 +273,12 @@ __device__ inline void stage(const ItemView& item, int centre, Scalar factor, un
   const bool aligned = reinterpret_cast<unsigned long long>(item.x) % (kWidth * sizeof(Element)) == 0;
   const Stager<CENTRED> stager{item, centre, factor, aligned};
   if constexpr (kVariateMajor) {
-    // kStageLanes neighbours share a variate and take turns along its packs. Variates begin on the same bank: each
-    // goes through its packs in an order of its own, and so do those eight apart, which meet in their pieces.
+    // kStageLanes neighbours share a variate and take turns along its packs.
     constexpr int kPacks = kK / kWidth;
-    constexpr int kOrders = kPacks % 8 == 0 ? 8 : kPacks % 4 == 0 ? 4 : kPacks % 2 == 0 ? 2 : 1;
     const int part = thread % kStageLanes;
 #pragma unroll 1
     for (int first = 0; first < kH; first += kItemThreads / kStageLanes) {
-      const int h = first + thread / kStageLanes, order = (h ^ (h / 8 & 1)) & (kOrders - 1);
+      const int h = first + thread / kStageLanes, order = order_of(h);
       ClassSums sum, with_centre;
       Nearness nearness;
       Scalar norm = 0;
@@ -298,12 +316,12 @@ __device__ inline void stage(const ItemView& item, int centre, Scalar factor, un
     }
   } else {
     // Neighbouring lanes take neighbouring packs of variates; kStageLanes of a warp share a pack and take turns along its
-    // steps, in an order that keeps pieces, which begin on the same bank, apart.
+    // steps.
     constexpr int kAcross = 32 / kStageLanes;
     const int part = thread % 32 / kAcross;
 #pragma unroll 1
     for (int first = 0; first < kH; first += kItemThreads / kStageLanes * kWidth) {
-      const int h = first + (thread / 32 * kAcross + thread % kAcross) * kWidth, order = kK < 8 ? 0 : h / 8 % 4 * 2;
+      const int h = first + (thread / 32 * kAcross + thread % kAcross) * kWidth, order = order_of(h);
       ClassSums sum[kWidth], with_centre[kWidth];
       Nearness nearness[kWidth];
       Scalar norm[kWidth] = {};
@@ -367,14 +385,16 @@ struct Staging {
 
 __device__ inline Scalar power_of_two(int exponent) { return scalar_of(static_cast<unsigned>(127 + exponent) << 23); }
 
-// Stages an item again that is near its first variate, or whose scores are large, or whose scale is negative.
+// Stages an item again that is near its first variate, unless a sample was far, or whose scores are large, or whose scale
+// is negative.
 // keep(h, mean, offset) is called once a variate, where it is staged; the threads of the item agree on the rest.
 template <class Keep>
 __device__ inline Staging stage_special(
-    const ItemView& item, Scalar scale, Scalar factor, unsigned char* planes, Scalar* room, int thread, Keep&& keep) {
+    const ItemView& item, bool far, Scalar scale, Scalar factor, unsigned char* planes, Scalar* room, int thread,
+    Keep&& keep) {
   Staging how;
   const int first = item.first_taking_part();
-  bool near = first < kH;
+  bool near = first < kH && !far;
   Scalar largest = 0;
 #pragma unroll 1
   for (int h = thread; h < kH && first < kH; h += kItemThreads) {
@@ -411,8 +431,9 @@ __device__ inline Staging stage_special(
   };
   if (how.centre >= 0) {
     stage<true>(item, how.centre, factor, planes, thread, note);
-    for (int k = 0; k < kK; ++k) how.centre_mean += item.at(how.centre, k);
-    how.centre_mean /= Scalar(kK);
+    CompensatedSum total;
+    for (int k = 0; k < kK; ++k) total.add(item.at(how.centre, k));
+    how.centre_mean = total.sum / Scalar(kK);
   } else {
     stage<false>(item, first < kH ? first : 0, factor, planes, thread, note);
   }

@@ -84,9 +84,13 @@ __device__ inline Result result_of(bool takes_part, Pooled sum, Scalar base, con
   // A quotient to the last digit: what the reciprocal misses of it is added.
   const Scalar reciprocal = fast_reciprocal(sum.weights), quotient = sum.means * reciprocal;
   const Scalar pooled = fma(fma(-quotient, sum.weights, sum.means), reciprocal, quotient);
-  const Scalar log_weights = log2(sum.weights);
-  const Scalar high = (how.top_offset + (base + log_weights)) * ln2();
+  // The sum is 2^12 and more: its whole power of two is split off, or the last bit of its logarithm would be 1e-6.
+  const int exponent = static_cast<int>(bits_of(sum.weights) >> 23 & 255) - 127;
+  const int whole = exponent > -126 && exponent < 126 ? exponent : 0;
+  const Scalar power = static_cast<Scalar>(whole), fraction = log2(sum.weights * power_of_two(-whole));
+  const Scalar high = (how.top_offset + (base + (power + fraction))) * ln2();
   // Backward takes exponents relative to lse: what the rounding of lse lost would be an error of every weight.
   // It is formed in the order in which backward takes it off: a weight of 1 is then 1 to the last bit.
-  return {pooled + how.centre_mean, pooled, high, fma(high, -log2e(), how.top_offset) + base + log_weights};
+  const Scalar low = fma(high, -log2e(), how.top_offset) + base + power + fraction;
+  return {pooled + how.centre_mean, pooled, high, low};
 }
