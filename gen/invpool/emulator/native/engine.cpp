@@ -1717,7 +1717,11 @@ int emulator_launch(void (*entry)(), const Launch* wanted, const Argument* given
       if (count_end_block) count_end_block();
     }
   }
+#ifdef EMULATOR_TSAN
+  if (stalled.empty()) std::free(memory);  // else its fibers have not ended, and it would seem a race with them
+#else
   std::free(memory);
+#endif
   if (!stalled.empty()) {
     std::snprintf(text, room, "%s", stalled.c_str());
     return 1;
