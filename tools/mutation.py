@@ -33,8 +33,8 @@ SPECS = (PoolSpec(128, 32), PoolSpec(33, 72), PoolSpec(70, 136), PoolSpec(7, 20)
 KINDS = ("normal", "shifted")
 ITEMS = 2
 MOST_SURVIVORS = 0.02
-# Where threads wait for each other, or for their copies; not where the header defines it.
-POINT = re.compile(r"(?<!void )(?<!::)\b(__sync\w+|group_barrier|wait_copies|barrier_wait)\s*[(<]")
+# Where threads wait for each other, for their copies or their products; not where the header defines it.
+POINT = re.compile(r"(?<!void )(?<!::)\b(__sync\w+|group_barrier|wait_copies|barrier_wait|group_wait)\s*[(<]")
 
 
 def points(source: str) -> list[tuple[int, str]]:

@@ -228,12 +228,19 @@ struct Products {
   bool fenced;
 };
 
-// The products of a warpgroup in a ring. A thread may be as far ahead of another as there can be under way.
+// The products of a warpgroup in a ring; a thread may be as far ahead of another as there can be under way. When none
+// is under way, another ring begins, while some threads still take from the one before: few are in use, and in cache.
 struct Warpgroup {
-  GroupProduct products[2 * kMostProducts];
+  GroupProduct rings[2][2 * kMostProducts];
+  std::uint64_t first[2];  // of each ring
+  unsigned ring;
   std::uint64_t formed;
+  bool used;
 
-  GroupProduct& product(std::uint64_t number) { return products[number % (2 * kMostProducts)]; }
+  GroupProduct& product(std::uint64_t number) {
+    const unsigned which = number < first[ring] ? 1 - ring : ring;
+    return rings[which][(number - first[which]) % (2 * kMostProducts)];
+  }
 };
 
 // The asynchronous copies of one thread, oldest first.
@@ -565,8 +572,15 @@ void multiply(GroupProduct& one) {
   }
 }
 
-void form_products(Warpgroup& warpgroup, std::uint64_t count) {
+// Forms the products before number `count`, which all threads of the warpgroup, `base` and so on, wait for.
+void form_products(unsigned base, std::uint64_t count) {
+  Warpgroup& warpgroup = warpgroups[base / kWarpgroup];
   for (; warpgroup.formed < count; ++warpgroup.formed) multiply(warpgroup.product(warpgroup.formed));
+  const auto first = products.begin() + base;
+  if (std::all_of(first, first + kWarpgroup, [&](const Products& one) { return one.begun == count; })) {
+    warpgroup.ring = 1 - warpgroup.ring;
+    warpgroup.first[warpgroup.ring] = count;
+  }
 }
 
 // ---- fibers
@@ -814,7 +828,7 @@ bool finish_warpgroup_operations() {
              same_place(fiber.place, first.place);
     };
     if (!std::all_of(fibers.begin() + base, fibers.begin() + base + kWarpgroup, waits)) continue;
-    form_products(warpgroups[base / kWarpgroup], first.products);
+    form_products(base, first.products);
     for (unsigned t = base; t < base + kWarpgroup; ++t) fibers[t].state = State::ready;
     record(first.place, 1);
     any = true;
@@ -828,9 +842,13 @@ void begin_block() {
   given_up = false;
   products.assign(block_threads, {});
   for (unsigned i = 0; i < block_threads / kWarpgroup; ++i) {
-    warpgroups[i].formed = 0;
-    for (GroupProduct& one : warpgroups[i].products) {
-      if (one.given) one.given = 0;  // a page that has never been written stays away
+    Warpgroup& one = warpgroups[i];
+    if (!std::exchange(one.used, false)) continue;
+    one.formed = one.first[0] = one.first[1] = one.ring = 0;
+    for (auto& ring : one.rings) {
+      for (GroupProduct& product : ring) {
+        if (product.given) product.given = 0;  // a page that has never been written stays away
+      }
     }
   }
 }
@@ -1026,7 +1044,7 @@ struct ThreadBlock {
     Meeting& meeting = *warpgroup_meetings[current / kWarpgroup];
     meeting.barrier.arrive_and_wait();
     if (current % kWarpgroup == 0) {
-      form_products(warpgroups[current / kWarpgroup], count);
+      form_products(current, count);
       record(place, 1);
     }
     meeting.barrier.arrive_and_wait();
@@ -1546,6 +1564,7 @@ void begin_product(const Place& place, const GroupOperands& product, const unsig
     std::unique_lock<std::mutex> guard(products_guard, std::defer_lock);
     if (on_threads) guard.lock();
     if (one.given % kWarpgroup == 0) {
+      warpgroup.used = true;
       one.given = 0;
       one.place = place;
       one.product = product;
