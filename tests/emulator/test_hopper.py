@@ -367,6 +367,44 @@ def test_products_by_warpgroups_of_each_width(columns: int, accumulate: bool) ->
         np.testing.assert_array_equal(c, want.astype(np.float32))
 
 
+ALTERNATING = """  __shared__ __align__(16) unsigned b[64];
+  for (int i = t; i < 64; i += 128) b[i] = bs[i];
+  fence_async();
+  __syncthreads();
+  Halves a[4];
+  for (int i = 0; i < 4; ++i) a[i] = as[t % 128];
+  float d[2][1][4] = {}, sum = 0;
+  const Descriptor at = describe(b, 128, 0);
+  group_fence();
+  group_multiply<8, false>(d[0], a, at, true);
+  group_commit();
+  for (int i = 1; i <= ROUNDS; ++i) {
+    group_fence();
+    for (int k = 0; k < i % 4; ++k) group_multiply<8, false>(d[i % 2], a, at, k > 0);
+    group_commit();
+    group_wait<1>();
+    if (i % 4 != 1) sum += d[1 - i % 2][0][0];
+    if (i % 8 == 0) {
+      group_wait<0>();
+      __syncthreads();
+    }
+  }
+  group_wait<0>();
+  cs[t] = sum;
+"""
+
+
+@every_run
+def test_products_of_two_groups_in_turn(how: dict) -> None:
+    options = {name: how[name] for name in how if name not in ("build", "portable_switch")}
+    body = f"  constexpr int ROUNDS = 150;\n{ALTERNATING}"
+    built = kernel(body, PRODUCT_PARAMETERS, **{name: how[name] for name in how if name not in options})
+    ones = np.full(256, 0x3C003C00, np.uint32)
+    (out,) = built.launch(1, 256, 0, [ones, ones, Output((256,), np.float32)], **options).outputs
+    # A product is 16 in each place; round i adds i % 4 of them up, and the next round adds that to the sum.
+    np.testing.assert_array_equal(out, 16 * sum(i % 4 for i in range(150)))
+
+
 def test_products_by_warpgroups_are_counted() -> None:
     counters = group_product(build="count")[2]
     assert counters.operations.mma == 2 * 3 * 4 * 8
