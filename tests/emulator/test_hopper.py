@@ -486,6 +486,15 @@ def test_a_missing_barrier_before_a_product_is_a_race() -> None:
     assert "group_multiply" in str(caught.value)
 
 
+def test_a_missing_fence_is_found_by_the_build_that_counts() -> None:
+    with pytest.raises(EmulationError, match="thread .* has written to its matrix, and not called fence_async since"):
+        group_product(edit=("  fence_async();\n", ""), build="count")
+    body = ONCE.replace("  if (t == 5)", "  tile[t] = 0;\n  FENCE\n  __syncthreads();\n  if (t == 5)")
+    kernel(body.replace("FENCE", "fence_async();"), build="count").launch(1, 64, 0, [NUMBERS, NUMBERS.copy()])
+    with pytest.raises(EmulationError, match="thread .* has written to where it copies, and not called fence_async"):
+        kernel(body.replace("FENCE", ""), build="count").launch(1, 64, 0, [NUMBERS, NUMBERS.copy()])
+
+
 def test_poison_in_shared_memory_is_multiplied() -> None:
     out = group_product(edit=("  for (int i = t % 128;", "  for (int i = t % 128 + 4;"))[1]
     assert np.isnan(out).sum() == 2 * 64  # of each item: the first row of b's first core matrix, in one column

@@ -1402,6 +1402,12 @@ void begin_bulk(const Place& place, void* shared, const void* global, int bytes,
   }
   check_shared(place, shared, unsigned(bytes));
   if (is_shared(reinterpret_cast<std::uintptr_t>(global))) stop(place, "the global address is one of shared memory");
+  if (count_unfenced) {
+    if (const unsigned writer = count_unfenced(shared, unsigned(bytes))) {
+      stop(place, "thread " + std::to_string(writer - 1) +
+                      " has written to where it copies, and not called fence_async since");
+    }
+  }
   const auto guard = lock_phase_barriers();
   PhaseBarrier& mine = known_barrier(place, barrier, content);
   auto* const to = static_cast<unsigned char*>(shared);
@@ -1472,7 +1478,10 @@ void end_delivery(void* barrier, int parity) {
   if (on_threads) phase_barriers_guard.unlock();
 }
 
-void poison(void* shared, int bytes) { std::memset(shared, int(kPoison), std::size_t(bytes)); }
+void poison(void* shared, int bytes) {
+  std::memset(shared, int(kPoison), std::size_t(bytes));
+  if (count_replaced) count_replaced(shared, unsigned(bytes));
+}
 void deliver(const BulkCopy& copy) { std::memcpy(copy.to, copy.content, copy.bytes); }
 
 // ---- products by a warpgroup
@@ -1525,7 +1534,17 @@ bool is_untouched(const void* d, unsigned columns) {
 
 }  // namespace
 
-void fence_async() {}
+std::size_t shared_offset(std::uintptr_t address) {
+  const auto* const host = reinterpret_cast<const unsigned char*>(address);
+  const bool is_dynamic = host >= dynamic && host < dynamic + launch->shared_bytes;
+  return is_dynamic ? dynamic_offset() + std::size_t(host - dynamic) : std::size_t(host - static_base());
+}
+
+std::size_t shared_extent() { return dynamic_offset() + launch->shared_bytes; }
+
+void fence_async() {
+  if (count_fence) count_fence();
+}
 
 std::uint64_t describe_matrix(const Place& place, const void* shared, int leading, int stride) {
   if (!is_aligned(shared, 16)) stop(place, "the address of its matrix is not a multiple of 16 bytes");
@@ -1536,10 +1555,7 @@ std::uint64_t describe_matrix(const Place& place, const void* shared, int leadin
                       std::to_string(1 << kAddressBits));
     }
   }
-  const auto* const host = static_cast<const unsigned char*>(shared);
-  const bool is_dynamic = host >= dynamic && host < dynamic + launch->shared_bytes;
-  const std::size_t address = is_dynamic ? dynamic_offset() + std::size_t(host - dynamic)
-                                         : std::size_t(host - static_base());
+  const std::size_t address = shared_offset(reinterpret_cast<std::uintptr_t>(shared));
   if (address >> kAddressBits) stop(place, "its address is beyond the 256 KiB that a descriptor can tell");
   return address >> 4 | std::uint64_t(leading >> 4) << 16 | std::uint64_t(stride >> 4) << 32;
 }
@@ -1603,7 +1619,13 @@ void begin_product(const Place& place, const GroupOperands& product, const unsig
 }
 
 const void* row_to_read(const Place& place, unsigned i) {
-  return row_address(place, newest_product(), own_place() + kWarpgroup * i);
+  const unsigned char* const row = row_address(place, newest_product(), own_place() + kWarpgroup * i);
+  if (row && count_unfenced) {
+    if (const unsigned writer = count_unfenced(row, 16)) {
+      stop(place, "thread " + std::to_string(writer - 1) + " has written to its matrix, and not called fence_async since");
+    }
+  }
+  return row;
 }
 
 void give_row(unsigned i, const void* content) {
