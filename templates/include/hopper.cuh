@@ -88,12 +88,21 @@ __device__ void group_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" : : "n"(PENDING) : "memory");
 }
 
-// Uses and changes all of d, as far as the compiler knows: it moves no access of them past this.
+// Uses and changes all of d, as far as the compiler knows: it moves no access of them past this. For what is computed
+// before group_fence, ahead of it; for what a product gives, behind group_wait.
 template <int COUNT>
 __device__ void keep_registers(Scalar (&d)[COUNT][4]) {
 #pragma unroll
   for (int t = 0; t < COUNT; ++t) {
     asm volatile("" : "+f"(d[t][0]), "+f"(d[t][1]), "+f"(d[t][2]), "+f"(d[t][3]) : : "memory");
+  }
+}
+
+template <int COUNT>
+__device__ void keep_registers(Halves (&a)[COUNT][4]) {
+#pragma unroll
+  for (int k = 0; k < COUNT; ++k) {
+    asm volatile("" : "+r"(a[k][0]), "+r"(a[k][1]), "+r"(a[k][2]), "+r"(a[k][3]) : : "memory");
   }
 }
 
@@ -161,6 +170,8 @@ __device__ void group_wait(EMULATOR_CALLER) {
 }
 template <int COUNT>
 __device__ void keep_registers(Scalar (&)[COUNT][4]) {}
+template <int COUNT>
+__device__ void keep_registers(Halves (&)[COUNT][4]) {}
 template <int N, bool TRANSPOSED>
 __device__ void group_multiply(Scalar (&d)[N / 8][4], const Halves (&a)[4], Descriptor b, bool accumulate,
                                EMULATOR_CALLER) {

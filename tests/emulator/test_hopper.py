@@ -603,6 +603,7 @@ PRODUCTS = """  __shared__ __align__(128) unsigned char b[N * 64 * 2];
     for (int i = 0; i < 4; ++i) a[k][i] = as[16 * t + 4 * k + i];
   }
   float d[N / 8][4], e[N / 8][4];
+  keep_registers(a);
   group_fence();
   for (int k = 0; k < 4; ++k) group_multiply<N, false>(d, a[k], describe(b, 16 * N, 128) + 2 * N * k, k > 0);
   group_commit();
