@@ -41,8 +41,8 @@ MMA_PLANS: tuple[tuple[PoolSpec, dict[str, Any]], ...] = (
 KINDS = ("normal", "shifted", "mixed")
 ITEMS = 5
 MOST_SURVIVORS = 0.02
-# Where threads wait for each other, or for their copies; not where the header defines it.
-POINT = re.compile(r"(?<!void )(?<!::)\b(__sync\w+|group_barrier|wait_copies|barrier_wait|sync_item)\s*[(<]")
+# Where threads wait for each other, for their copies or their products; not where the header defines it.
+POINT = re.compile(r"(?<!void )(?<!::)\b(__sync\w+|group_barrier|wait_copies|barrier_wait|group_wait|sync_item)\s*[(<]")
 # Barriers that are functions of the kernel's own: one is taken out at its call.
 OWN = "sync_item"
 

@@ -30,10 +30,7 @@ __device__ inline void load_rows(Halves (&rows)[kParts][kStepBlocks][4], const u
 // Keeps an operand in its registers until here, behind the wait for the product that reads them meanwhile.
 __device__ inline void hold_rows(Halves (&rows)[kParts][kStepBlocks][4]) {
 #pragma unroll
-  for (int part = 0; part < kParts; ++part) {
-#pragma unroll
-    for (int k = 0; k < kStepBlocks; ++k) keep_registers(rows[part][k]);
-  }
+  for (int part = 0; part < kParts; ++part) keep_registers(rows[part]);
 }
 
 // Begins s = <v_h, v_j> of the warpgroup's 64 rows and N columns; group_wait ends it.
@@ -82,8 +79,5 @@ __device__ inline void begin_sums(const Halves (&pieces)[COUNT][kParts][4], Desc
 template <int COUNT>
 __device__ inline void hold_pieces(Halves (&pieces)[COUNT][kParts][4]) {
 #pragma unroll
-  for (int c = 0; c < COUNT; ++c) {
-#pragma unroll
-    for (int part = 0; part < kParts; ++part) keep_registers(pieces[c][part]);
-  }
+  for (int c = 0; c < COUNT; ++c) keep_registers(pieces[c]);
 }

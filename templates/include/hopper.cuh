@@ -88,7 +88,8 @@ __device__ void group_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" : : "n"(PENDING) : "memory");
 }
 
-// Uses and changes all of d, as far as the compiler knows: it moves no access of them past this.
+// Uses and changes all of d, as far as the compiler knows: it moves no access of them past this. For what is computed
+// before group_fence, ahead of it; for what a product gives, behind group_wait.
 template <int COUNT>
 __device__ void keep_registers(Scalar (&d)[COUNT][4]) {
 #pragma unroll
@@ -97,9 +98,13 @@ __device__ void keep_registers(Scalar (&d)[COUNT][4]) {
   }
 }
 
-// The same for a left operand, which a product reads meanwhile.
-__device__ inline void keep_registers(Halves (&a)[4]) {
-  asm volatile("" : "+r"(a[0]), "+r"(a[1]), "+r"(a[2]), "+r"(a[3]) : : "memory");
+// The same for left operands, which products read meanwhile.
+template <int COUNT>
+__device__ void keep_registers(Halves (&a)[COUNT][4]) {
+#pragma unroll
+  for (int k = 0; k < COUNT; ++k) {
+    asm volatile("" : "+r"(a[k][0]), "+r"(a[k][1]), "+r"(a[k][2]), "+r"(a[k][3]) : : "memory");
+  }
 }
 
 // The operands of a product of N columns: the numbers of d's, and d itself.
@@ -166,7 +171,8 @@ __device__ void group_wait(EMULATOR_CALLER) {
 }
 template <int COUNT>
 __device__ void keep_registers(Scalar (&)[COUNT][4]) {}
-__device__ inline void keep_registers(Halves (&)[4]) {}
+template <int COUNT>
+__device__ void keep_registers(Halves (&)[COUNT][4]) {}
 template <int N, bool TRANSPOSED>
 __device__ void group_multiply(Scalar (&d)[N / 8][4], const Halves (&a)[4], Descriptor b, bool accumulate,
                                EMULATOR_CALLER) {

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.metadata
+import re
+import shutil
+import subprocess
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from invpool.compile import Target, compile_source
+from invpool.compile import Target, compile_source, find_nvcc, nvcc_argv
 from invpool.emulator import EmulatedKernel, Launched, Output
 from invpool.errors import CompilerNotFoundError, EmulationError, SanitizerError
 from invpool.render import inline_header
@@ -361,6 +367,44 @@ def test_products_by_warpgroups_of_each_width(columns: int, accumulate: bool) ->
         np.testing.assert_array_equal(c, want.astype(np.float32))
 
 
+ALTERNATING = """  __shared__ __align__(16) unsigned b[64];
+  for (int i = t; i < 64; i += 128) b[i] = bs[i];
+  fence_async();
+  __syncthreads();
+  Halves a[4];
+  for (int i = 0; i < 4; ++i) a[i] = as[t % 128];
+  float d[2][1][4] = {}, sum = 0;
+  const Descriptor at = describe(b, 128, 0);
+  group_fence();
+  group_multiply<8, false>(d[0], a, at, true);
+  group_commit();
+  for (int i = 1; i <= ROUNDS; ++i) {
+    group_fence();
+    for (int k = 0; k < i % 4; ++k) group_multiply<8, false>(d[i % 2], a, at, k > 0);
+    group_commit();
+    group_wait<1>();
+    if (i % 4 != 1) sum += d[1 - i % 2][0][0];
+    if (i % 8 == 0) {
+      group_wait<0>();
+      __syncthreads();
+    }
+  }
+  group_wait<0>();
+  cs[t] = sum;
+"""
+
+
+@every_run
+def test_products_of_two_groups_in_turn(how: dict) -> None:
+    options = {name: how[name] for name in how if name not in ("build", "portable_switch")}
+    body = f"  constexpr int ROUNDS = 150;\n{ALTERNATING}"
+    built = kernel(body, PRODUCT_PARAMETERS, **{name: how[name] for name in how if name not in options})
+    ones = np.full(256, 0x3C003C00, np.uint32)
+    (out,) = built.launch(1, 256, 0, [ones, ones, Output((256,), np.float32)], **options).outputs
+    # A product is 16 in each place; round i adds i % 4 of them up, and the next round adds that to the sum.
+    np.testing.assert_array_equal(out, 16 * sum(i % 4 for i in range(150)))
+
+
 def test_products_by_warpgroups_are_counted() -> None:
     counters = group_product(build="count")[2]
     assert counters.operations.mma == 2 * 3 * 4 * 8
@@ -369,13 +413,12 @@ def test_products_by_warpgroups_are_counted() -> None:
     assert counters.shared_wavefronts == 2 * counters.shared.read_bytes // 128
 
 
-@every_run
 @pytest.mark.parametrize(
     ("edit", "why"),
     [
         (("  group_fence();\n", ""), "stopped in group_multiply at .*: no group_fence has come before it"),
         (
-            ("at + STEP / 16 * k", "at + 1000 * STEP / 16 * k"),
+            ("at + STEP / 16 * k", "at + 8 * STEP / 16 * k"),
             "stopped in group_multiply .*not in the block's shared m",
         ),
         (("at + STEP / 16 * k", "at + (1 << 14)"), "its descriptor has bits that no address or offset has"),
@@ -390,12 +433,21 @@ def test_products_by_warpgroups_are_counted() -> None:
     ],
     ids=str,
 )
-def test_misused_products_are_named(edit: tuple[str, str], why: str, how: dict) -> None:
-    found = EmulationError
-    if "changed before" in why and how.get("build") == "thread":
-        found, why = SanitizerError, "data race"
-    with pytest.raises(found, match=f"thread . of block 0 was {why}" if why.startswith("stopped") else why):
-        group_product(edit=edit, **how)
+def test_misused_products_are_named(edit: tuple[str, str], why: str) -> None:
+    with pytest.raises(EmulationError, match=f"thread .* of block 0 was {why}" if why.startswith("stopped") else why):
+        group_product(edit=edit)
+
+
+@every_run
+def test_misused_products_are_named_in_every_run(how: dict) -> None:
+    with pytest.raises(EmulationError, match="stopped in group_wait .*: the d of the product begun in .* was touched"):
+        group_product(edit=("  group_commit();", "  d[1][2] += 1; group_commit();"), **how)
+
+
+def test_a_matrix_that_is_changed_too_early_is_a_race() -> None:
+    edit = ("  group_commit();", "  __syncthreads();\n  ((unsigned*)b)[t % 128 / 2] = 0;\n  group_commit();")
+    with pytest.raises((EmulationError, SanitizerError), match="data race|was changed before group_wait"):
+        group_product(edit=edit, build="thread")
 
 
 @pytest.mark.parametrize("edit", [("  group_commit();\n", ""), ("  group_wait<0>();\n", ""), ("_wait<0>", "_wait<1>")])
@@ -432,6 +484,15 @@ def test_a_missing_barrier_before_a_product_is_a_race() -> None:
     with pytest.raises(SanitizerError, match="ThreadSanitizer: data race") as caught:
         group_product(edit=("  __syncthreads();\n", ""), build="thread")
     assert "group_multiply" in str(caught.value)
+
+
+def test_a_missing_fence_is_found_by_the_build_that_counts() -> None:
+    with pytest.raises(EmulationError, match="thread .* has written to its matrix, and not called fence_async since"):
+        group_product(edit=("  fence_async();\n", ""), build="count")
+    body = ONCE.replace("  if (t == 5)", "  tile[t] = 0;\n  FENCE\n  __syncthreads();\n  if (t == 5)")
+    kernel(body.replace("FENCE", "fence_async();"), build="count").launch(1, 64, 0, [NUMBERS, NUMBERS.copy()])
+    with pytest.raises(EmulationError, match="thread .* has written to where it copies, and not called fence_async"):
+        kernel(body.replace("FENCE", ""), build="count").launch(1, 64, 0, [NUMBERS, NUMBERS.copy()])
 
 
 def test_poison_in_shared_memory_is_multiplied() -> None:
@@ -488,8 +549,10 @@ def test_a_pipeline_of_bulk_copies_and_products(how: dict) -> None:
 
 
 def test_a_product_of_what_has_not_been_waited_for_shows() -> None:
-    _, out = pipeline(("barrier_wait(", "if (t == 0) barrier_wait("))
-    assert np.isnan(out).any()
+    with pytest.raises(EmulationError, match="the matrix of the product begun in .* was changed before group_wait"):
+        pipeline(("barrier_wait(", "if (t == 0) barrier_wait("))
+    with pytest.raises((EmulationError, SanitizerError), match="data race|was changed"):
+        pipeline(("barrier_wait(", "if (t == 0) barrier_wait("), build="thread")
 
 
 def test_a_buffer_that_is_refilled_too_early_shows() -> None:
@@ -528,3 +591,82 @@ def test_older_gpus_can_leave_bulk_copies_out() -> None:
     body = f"  if constexpr (kBulkCopies) {{\n{STAGES}  }} else {{\n    out[t] = x[t];\n  }}\n"
     assert "cp.async.bulk" not in instructions(body, "sm_80")
     assert "cp.async.bulk" in instructions(body, "sm_90")
+
+
+WIDTHS = [8, 16, 32, 64, 96, 128]
+PRODUCTS = """  __shared__ __align__(128) unsigned char b[N * 64 * 2];
+  for (int i = t; i < N * 32; i += 128) ((unsigned*)b)[i] = bs[i];
+  fence_async();
+  __syncthreads();
+  Halves a[4][4];
+  for (int k = 0; k < 4; ++k) {
+    for (int i = 0; i < 4; ++i) a[k][i] = as[16 * t + 4 * k + i];
+  }
+  float d[N / 8][4], e[N / 8][4];
+  keep_registers(a);
+  group_fence();
+  for (int k = 0; k < 4; ++k) group_multiply<N, false>(d, a[k], describe(b, 16 * N, 128) + 2 * N * k, k > 0);
+  group_commit();
+  group_wait<0>();
+  keep_registers(d);
+  for (int n = 0; n < N / 8; ++n) {
+    for (int i = 0; i < 4; ++i) e[n][i] = 2 * d[n][i];
+  }
+  for (int step = 0; step < 2; ++step) {
+    group_fence();
+    for (int k = 0; k < 4; ++k) group_multiply<N, true>(e, a[k], describe(b, 16 * N, 128) + 2 * N * k, true);
+    group_commit();
+    group_wait<0>();
+    keep_registers(e);
+    for (int n = 0; n < N / 8; ++n) {
+      for (int i = 0; i < 4; ++i) e[n][i] += d[n][i];
+    }
+  }
+  for (int n = 0; n < N / 8; ++n) {
+    for (int i = 0; i < 4; ++i) cs[4 * (N / 8 * t + n) + i] = e[n][i];
+  }
+"""
+
+
+@pytest.mark.parametrize("columns", WIDTHS)
+def test_nvcc_makes_products_that_are_not_serialised(columns: int, tmp_path: Path) -> None:
+    try:
+        nvcc = find_nvcc()
+    except CompilerNotFoundError:
+        pytest.skip("no nvcc here")
+    (tmp_path / "kernel.cu").write_text(source(f"  constexpr int N = {columns};\n{PRODUCTS}", PRODUCT_PARAMETERS))
+    argv = nvcc_argv(nvcc, Target("sm_90a"))
+    ran = subprocess.run(argv, check=False, cwd=tmp_path, capture_output=True, text=True)
+    said = ran.stdout + ran.stderr
+    assert ran.returncode == 0, said
+    # ptxas says C7510, C7517 and the like where it lets a product be waited for that the source does not wait for.
+    assert "(C7" not in said
+    assert " 0 bytes spill stores" in said
+    code = disassembled(tmp_path / "kernel.cubin")
+    # (Both steps of the loop are one, or two.)
+    assert len(re.findall(rf"HGMMA\.64x{columns}x16\.F32 R\d+, R\d+, gdesc\[UR\d+\], ", code)) == 4
+    assert len(re.findall(rf"HGMMA\.64x{columns}x16\.F32 R\d+, R\d+, gdesc\[UR\d+\]\.tnspB, ", code)) in (4, 8)
+    # Only the last product of a group lets the others be waited for.
+    assert len(re.findall(r"HGMMA.*gsb0", code)) == len(re.findall(r"HGMMA", code)) // 4
+    assert "WARPGROUP.DEPBAR.LE gsb0, 0x0" in code
+
+
+def test_the_machine_code_of_bulk_copies(tmp_path: Path) -> None:
+    try:
+        (tmp_path / "kernel.cubin").write_bytes(compile_source(source(STAGES), Target("sm_90")).code)
+    except CompilerNotFoundError:
+        pytest.skip("no nvcc here")
+    code = disassembled(tmp_path / "kernel.cubin")
+    for name in ("UBLKCP", "SYNCS.EXCH", "SYNCS.ARRIVE.TRANS64", "SYNCS.PHASECHK.TRANS64.TRYWAIT", "FENCE.VIEW.ASYNC"):
+        assert name in code
+
+
+def disassembled(cubin: Path) -> str:
+    """The machine code as text; skips the test where nothing can read it."""
+    tool = shutil.which("nvdisasm")
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        files = importlib.metadata.files("nvidia-cuda-nvdisasm") or []
+        tool = tool or next((str(file.locate()) for file in files if file.name == "nvdisasm"), None)
+    if not tool:
+        pytest.skip("no nvdisasm here")
+    return subprocess.run([tool, str(cubin)], check=True, capture_output=True, text=True).stdout

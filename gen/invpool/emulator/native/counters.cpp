@@ -48,9 +48,17 @@ struct Thread {
   std::vector<std::uint64_t> calls;                    // hashes of the calls that lead here
   std::unordered_map<std::uint64_t, unsigned> visits;  // how often each access has been executed
   bool at_matrix_row = false;  // the next access is one by ldmatrix
+  std::uint32_t fences = 0;  // how often it has called fence_async
 };
 
+// Who wrote a word of shared memory last, from 1, and how many fences of its own had come before.
+struct Writer {
+  std::uint32_t thread = 0, fences = 0;
+};
+constexpr std::size_t kWordBytes = 4;
+
 std::vector<Thread> threads;
+std::vector<Writer> writers;
 std::vector<std::unordered_map<std::uint64_t, WarpAccess>> warps;
 std::uint64_t operations[kOperations], issued[kOperations];
 Traffic shared_traffic;
@@ -85,6 +93,12 @@ void access(const void* pointer, std::uint64_t bytes, bool write, const void* ca
     for (std::uint64_t byte = first; byte < first + bytes; ++byte) bits[byte] = true;
   }
   Thread& thread = threads[current_thread()];
+  if (space == kShared && write) {
+    const std::size_t first = shared_offset(address);
+    for (std::size_t word = first / kWordBytes; word <= (first + bytes - 1) / kWordBytes; ++word) {
+      writers[word] = {current_thread() + 1, thread.fences};
+    }
+  }
   const std::uint64_t place =
       mix(thread.calls.empty() ? 0 : thread.calls.back(), reinterpret_cast<std::uintptr_t>(caller));
   const std::uint64_t key = mix(place, thread.visits[place]++);
@@ -158,6 +172,22 @@ unsigned lines(const WarpAccess& access) {
 void count_matrix_row() { threads[current_thread()].at_matrix_row = true; }
 void count(Operation operation) { ++threads[current_thread()].operations[operation]; }
 
+void count_fence() { ++threads[current_thread()].fences; }
+
+unsigned count_unfenced(const void* shared, unsigned bytes) {
+  const std::size_t first = shared_offset(reinterpret_cast<std::uintptr_t>(shared));
+  for (std::size_t word = first / kWordBytes; word < (first + bytes) / kWordBytes; ++word) {
+    const Writer& writer = writers[word];
+    if (writer.thread && threads[writer.thread - 1].fences == writer.fences) return writer.thread;
+  }
+  return 0;
+}
+
+void count_replaced(const void* shared, unsigned bytes) {
+  const std::size_t first = shared_offset(reinterpret_cast<std::uintptr_t>(shared)) / kWordBytes;
+  std::fill_n(writers.begin() + std::ptrdiff_t(first), bytes / kWordBytes, Writer());
+}
+
 void count_begin_launch() {
   const Launch& launch = current_launch();
   std::fill(std::begin(operations), std::end(operations), 0);
@@ -176,6 +206,7 @@ void count_begin_block() {
   const Index& block = current_launch().block;
   const std::size_t count = std::size_t(block.x) * block.y * block.z;
   threads.assign(count, {});
+  writers.assign(shared_extent() / kWordBytes + 1, {});
   warps.assign((count + kWarp - 1) / kWarp, {});
 }
 

@@ -228,12 +228,19 @@ struct Products {
   bool fenced;
 };
 
-// The products of a warpgroup in a ring. A thread may be as far ahead of another as there can be under way.
+// The products of a warpgroup in a ring; a thread may be as far ahead of another as there can be under way. When none
+// is under way, another ring begins, while some threads still take from the one before: few are in use, and in cache.
 struct Warpgroup {
-  GroupProduct products[2 * kMostProducts];
+  GroupProduct rings[2][2 * kMostProducts];
+  std::uint64_t first[2];  // of each ring
+  unsigned ring;
   std::uint64_t formed;
+  bool used;
 
-  GroupProduct& product(std::uint64_t number) { return products[number % (2 * kMostProducts)]; }
+  GroupProduct& product(std::uint64_t number) {
+    const unsigned which = number < first[ring] ? 1 - ring : ring;
+    return rings[which][(number - first[which]) % (2 * kMostProducts)];
+  }
 };
 
 // The asynchronous copies of one thread, oldest first.
@@ -565,8 +572,15 @@ void multiply(GroupProduct& one) {
   }
 }
 
-void form_products(Warpgroup& warpgroup, std::uint64_t count) {
+// Forms the products before number `count`, which all threads of the warpgroup, `base` and so on, wait for.
+void form_products(unsigned base, std::uint64_t count) {
+  Warpgroup& warpgroup = warpgroups[base / kWarpgroup];
   for (; warpgroup.formed < count; ++warpgroup.formed) multiply(warpgroup.product(warpgroup.formed));
+  const auto first = products.begin() + base;
+  if (std::all_of(first, first + kWarpgroup, [&](const Products& one) { return one.begun == count; })) {
+    warpgroup.ring = 1 - warpgroup.ring;
+    warpgroup.first[warpgroup.ring] = count;
+  }
 }
 
 // ---- fibers
@@ -814,7 +828,7 @@ bool finish_warpgroup_operations() {
              same_place(fiber.place, first.place);
     };
     if (!std::all_of(fibers.begin() + base, fibers.begin() + base + kWarpgroup, waits)) continue;
-    form_products(warpgroups[base / kWarpgroup], first.products);
+    form_products(base, first.products);
     for (unsigned t = base; t < base + kWarpgroup; ++t) fibers[t].state = State::ready;
     record(first.place, 1);
     any = true;
@@ -828,9 +842,13 @@ void begin_block() {
   given_up = false;
   products.assign(block_threads, {});
   for (unsigned i = 0; i < block_threads / kWarpgroup; ++i) {
-    warpgroups[i].formed = 0;
-    for (GroupProduct& one : warpgroups[i].products) {
-      if (one.given) one.given = 0;  // a page that has never been written stays away
+    Warpgroup& one = warpgroups[i];
+    if (!std::exchange(one.used, false)) continue;
+    one.formed = one.first[0] = one.first[1] = one.ring = 0;
+    for (auto& ring : one.rings) {
+      for (GroupProduct& product : ring) {
+        if (product.given) product.given = 0;  // a page that has never been written stays away
+      }
     }
   }
 }
@@ -1026,7 +1044,7 @@ struct ThreadBlock {
     Meeting& meeting = *warpgroup_meetings[current / kWarpgroup];
     meeting.barrier.arrive_and_wait();
     if (current % kWarpgroup == 0) {
-      form_products(warpgroups[current / kWarpgroup], count);
+      form_products(current, count);
       record(place, 1);
     }
     meeting.barrier.arrive_and_wait();
@@ -1384,6 +1402,12 @@ void begin_bulk(const Place& place, void* shared, const void* global, int bytes,
   }
   check_shared(place, shared, unsigned(bytes));
   if (is_shared(reinterpret_cast<std::uintptr_t>(global))) stop(place, "the global address is one of shared memory");
+  if (count_unfenced) {
+    if (const unsigned writer = count_unfenced(shared, unsigned(bytes))) {
+      stop(place, "thread " + std::to_string(writer - 1) +
+                      " has written to where it copies, and not called fence_async since");
+    }
+  }
   const auto guard = lock_phase_barriers();
   PhaseBarrier& mine = known_barrier(place, barrier, content);
   auto* const to = static_cast<unsigned char*>(shared);
@@ -1454,7 +1478,10 @@ void end_delivery(void* barrier, int parity) {
   if (on_threads) phase_barriers_guard.unlock();
 }
 
-void poison(void* shared, int bytes) { std::memset(shared, int(kPoison), std::size_t(bytes)); }
+void poison(void* shared, int bytes) {
+  std::memset(shared, int(kPoison), std::size_t(bytes));
+  if (count_replaced) count_replaced(shared, unsigned(bytes));
+}
 void deliver(const BulkCopy& copy) { std::memcpy(copy.to, copy.content, copy.bytes); }
 
 // ---- products by a warpgroup
@@ -1507,7 +1534,17 @@ bool is_untouched(const void* d, unsigned columns) {
 
 }  // namespace
 
-void fence_async() {}
+std::size_t shared_offset(std::uintptr_t address) {
+  const auto* const host = reinterpret_cast<const unsigned char*>(address);
+  const bool is_dynamic = host >= dynamic && host < dynamic + launch->shared_bytes;
+  return is_dynamic ? dynamic_offset() + std::size_t(host - dynamic) : std::size_t(host - static_base());
+}
+
+std::size_t shared_extent() { return dynamic_offset() + launch->shared_bytes; }
+
+void fence_async() {
+  if (count_fence) count_fence();
+}
 
 std::uint64_t describe_matrix(const Place& place, const void* shared, int leading, int stride) {
   if (!is_aligned(shared, 16)) stop(place, "the address of its matrix is not a multiple of 16 bytes");
@@ -1518,10 +1555,7 @@ std::uint64_t describe_matrix(const Place& place, const void* shared, int leadin
                       std::to_string(1 << kAddressBits));
     }
   }
-  const auto* const host = static_cast<const unsigned char*>(shared);
-  const bool is_dynamic = host >= dynamic && host < dynamic + launch->shared_bytes;
-  const std::size_t address = is_dynamic ? dynamic_offset() + std::size_t(host - dynamic)
-                                         : std::size_t(host - static_base());
+  const std::size_t address = shared_offset(reinterpret_cast<std::uintptr_t>(shared));
   if (address >> kAddressBits) stop(place, "its address is beyond the 256 KiB that a descriptor can tell");
   return address >> 4 | std::uint64_t(leading >> 4) << 16 | std::uint64_t(stride >> 4) << 32;
 }
@@ -1546,6 +1580,7 @@ void begin_product(const Place& place, const GroupOperands& product, const unsig
     std::unique_lock<std::mutex> guard(products_guard, std::defer_lock);
     if (on_threads) guard.lock();
     if (one.given % kWarpgroup == 0) {
+      warpgroup.used = true;
       one.given = 0;
       one.place = place;
       one.product = product;
@@ -1584,7 +1619,13 @@ void begin_product(const Place& place, const GroupOperands& product, const unsig
 }
 
 const void* row_to_read(const Place& place, unsigned i) {
-  return row_address(place, newest_product(), own_place() + kWarpgroup * i);
+  const unsigned char* const row = row_address(place, newest_product(), own_place() + kWarpgroup * i);
+  if (row && count_unfenced) {
+    if (const unsigned writer = count_unfenced(row, 16)) {
+      stop(place, "thread " + std::to_string(writer - 1) + " has written to its matrix, and not called fence_async since");
+    }
+  }
+  return row;
 }
 
 void give_row(unsigned i, const void* content) {
@@ -1717,7 +1758,11 @@ int emulator_launch(void (*entry)(), const Launch* wanted, const Argument* given
       if (count_end_block) count_end_block();
     }
   }
+#ifdef EMULATOR_TSAN
+  if (stalled.empty()) std::free(memory);  // else its fibers have not ended, and it would seem a race with them
+#else
   std::free(memory);
+#endif
   if (!stalled.empty()) {
     std::snprintf(text, room, "%s", stalled.c_str());
     return 1;

@@ -32,6 +32,10 @@ const Launch& current_launch();
 const Argument* current_arguments();
 // Whether the byte at the address lies in the block's shared memory.
 bool is_shared(std::uintptr_t address);
+// Where an address of shared memory lies in it, as a matrix descriptor has it: static variables from 0, then dynamic
+// memory; and where that ends.
+std::size_t shared_offset(std::uintptr_t address);
+std::size_t shared_extent();
 
 // Appends what was counted to the report, as JSON members; defined by counters.cpp in counting builds.
 void count_begin_launch() __attribute__((weak));
@@ -40,6 +44,10 @@ void count_end_block() __attribute__((weak));
 void count_barrier() __attribute__((weak));
 void count(Operation operation) __attribute__((weak));
 void count_matrix_row() __attribute__((weak));  // the calling thread's next access is a row that ldmatrix takes
+void count_fence() __attribute__((weak));  // the calling thread's fence_async
+// The number, from 1, of a thread that has written some of the bytes and not called fence_async since; 0 if none has.
+unsigned count_unfenced(const void* shared, unsigned bytes) __attribute__((weak));
+void count_replaced(const void* shared, unsigned bytes) __attribute__((weak));  // by a bulk copy
 int count_report(char* text, std::uint64_t room) __attribute__((weak));
 
 }  // namespace emulator
