@@ -14,13 +14,13 @@ from invpool.algorithms import ALGORITHMS, choose, find_algorithm
 from invpool.algorithms.three_pass import ThreePassPlan
 from invpool.errors import TemplateError
 from invpool.gpu import known_gpu
-from invpool.render import TEMPLATES_VARIABLE, kernel_context, render_kernel, render_template
+from invpool.render import TEMPLATES_VARIABLE, kernel_context, render_kernel, render_template, template_name
 from invpool.spec import DTYPES, LAYOUTS, PoolSpec
 
 GOLDEN = Path(__file__).parent / "golden"
 H200 = known_gpu("h200")
-# Those whose default kernels are recorded: one_pass_mma once its templates have come to rest.
-GOLDEN_NAMES = ["one_pass", "three_pass"]
+GOLDEN_NAMES = ["one_pass", "three_pass", "one_pass_mma", "one_pass_streamed", "one_pass_wgmma"]
+TENSOR_CORES = ["one_pass_mma", "one_pass_streamed", "one_pass_wgmma"]
 CASES = [
     (name, direction, PoolSpec(33, 6, dtype, layout, masked=masked))
     for name in sorted(ALGORITHMS)
@@ -28,7 +28,7 @@ CASES = [
     for dtype in DTYPES
     for layout in LAYOUTS
     for masked in (False, True)
-    if name != "one_pass_mma" or dtype != "float64"
+    if name not in TENSOR_CORES or dtype != "float64"
 ]
 
 
@@ -59,8 +59,8 @@ def test_every_kernel_renders(name: str, direction: str, spec: PoolSpec) -> None
     assert text.count('extern "C" __global__') == 1
     assert f"{name}_{direction}_{spec.slug}(" in text
     assert "static_assert" in text
-    # What inline PTX has in braces begins with the number of an operand, a directive never does.
-    assert not re.search(r"\{\{|\}\}\}|\{%(?!\d)|#\s*include\s*\"", text)
+    # What inline PTX has in braces begins with the number of an operand, or pastes one; a directive never does.
+    assert not re.search(r"\{\{|\}\}\}|\{%(?![\d\"])|#\s*include\s*\"", text)
     assert max(len(line) for line in text.splitlines()) <= 140
     for leak in (os.getcwd(), str(Path.home()), os.uname().nodename):
         # As a word: a machine may be called vm, and PTX has a movmatrix.
@@ -85,14 +85,12 @@ def test_every_context_key_is_used_and_every_name_is_there(name: str) -> None:
     algorithm, spec = ALGORITHMS[name], PoolSpec(33, 6)
     keys, read = set(), set()
     for direction in DIRECTIONS:
-        # One plan of each template that the algorithm has.
-        plans = {algorithm.template(plan): plan for plan in algorithm.legal(spec, H200, direction)}
-        for template, plan in plans.items():
-            context = set(kernel_context(algorithm, spec, plan))
-            names = _names_read(template)
-            assert names <= context
-            keys |= context
-            read |= names
+        plan = algorithm.legal(spec, H200, direction)[0]
+        context = set(kernel_context(algorithm, spec, plan))
+        names = _names_read(template_name(algorithm, direction))
+        assert names <= context
+        keys |= context
+        read |= names
     assert keys == read
 
 

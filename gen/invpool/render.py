@@ -103,6 +103,10 @@ def render_template(name: str, context: Mapping[str, Any]) -> str:
         raise TemplateError(f"template {error.name or name}, line {error.lineno}: {error.message}") from error
 
 
+def template_name(algorithm: Algorithm[Any], direction: Direction) -> str:
+    return f"{algorithm.name}/{direction}.cu.j2"
+
+
 def entry_name(algorithm: Algorithm[Any], spec: PoolSpec, direction: Direction) -> str:
     """The kernel's ``extern "C"`` name."""
     return f"{algorithm.name}_{direction}_{spec.slug}"
@@ -115,7 +119,7 @@ def kernel_context(algorithm: Algorithm[Any], spec: PoolSpec, plan: Plan) -> dic
     problem = f"x[B,{'H,K' if variate_major else 'K,H'}], H={spec.H}, K={spec.K}, {spec.dtype}, {spec.precision}"
     return {
         "version": __version__,
-        "template": algorithm.template(plan),
+        "template": template_name(algorithm, plan.direction),
         "algorithm": algorithm.name,
         "direction": plan.direction,
         "problem": problem + (", masked" if spec.masked else ""),
@@ -147,6 +151,6 @@ def render_kernel(algorithm: Algorithm[Any], spec: PoolSpec, plan: Plan) -> str:
     Raises:
         TemplateError: see :func:`render_template`.
     """
-    text = render_template(algorithm.template(plan), kernel_context(algorithm, spec, plan))
+    text = render_template(template_name(algorithm, plan.direction), kernel_context(algorithm, spec, plan))
     # Blocks that render to nothing leave runs of blank lines behind.
     return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"

@@ -266,7 +266,8 @@ struct Stager {
 };
 
 // Stages the item and calls keep(h, what was learnt) once a variate, by the lane that has it.
-// c is row `centre`, or nothing, to which variates are only compared. A variate that takes no part is staged as zeros: nothing of it, NaN included, is seen.
+// c is row `centre`, or nothing, to which variates are only compared. A variate that takes no part is staged as zeros:
+// nothing of it, NaN included, is seen.
 template <bool CENTRED, class Keep>
 __device__ inline void stage(const ItemView& item, int centre, Scalar factor, unsigned char* planes, int thread, Keep&& keep) {
   constexpr int kWidth = kStageWidth;

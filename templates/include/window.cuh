@@ -280,12 +280,9 @@ __device__ inline int exponent_of(Scalar value) {
 constexpr float kLargeNorm = 67108864;
 
 // By the lanes of a warp together.
-template <bool SAMPLES>
 __device__ inline Nearness look_at(const ItemView& item, int centre, int h, int lane) {
   Nearness row;
-  for (int k = lane; k < kK; k += 32) {
-    if (!SAMPLES || is_sample(h, k)) row.add(item.at(h, k), item.at(centre, k));
-  }
+  for (int k = lane; k < kK; k += 32) row.add(item.at(h, k), item.at(centre, k));
 #pragma unroll
   for (int flip = 16; flip > 0; flip /= 2) row.share(flip);
   return row;
@@ -296,7 +293,7 @@ __device__ inline Scalar largest_of_warp(const ItemView& item, int thread) {
   Scalar largest = 0;
 #pragma unroll 1
   for (int h = thread / 32; h < kH; h += kThreads / 32) {
-    if (item.takes_part(h)) largest = fmax(largest, look_at<false>(item, h, h, thread % 32).size);
+    if (item.takes_part(h)) largest = fmax(largest, look_at(item, h, h, thread % 32).size);
   }
   return largest;
 }
@@ -320,16 +317,8 @@ __device__ inline Staging choose_staging(const ItemView& item, Scalar scale, Sca
   Staging how;
   const int first = item.first_taking_part(), h = first + 1 + thread / 32;
   bool far = first >= kH;
-  if (!far && item.takes_part(h)) far = !look_at<false>(item, first, h, thread % 32).near();
-  bool centred = !any_of_item(far);
-  if (centred) {
-    // Whole items are told apart by samples, all of which must be near: so they must here.
-    for (int j = first + thread / 32; j < kH; j += kThreads / 32) {
-      far = far || (item.takes_part(j) && !look_at<true>(item, first, j, thread % 32).near());
-    }
-    centred = !any_of_item(far);
-  }
-  if (centred) {
+  if (!far && item.takes_part(h)) far = !look_at(item, first, h, thread % 32).near();
+  if (!any_of_item(far)) {
     how.centre = first;
     for (int k = thread % 32; k < kK; k += 32) how.centre_mean += item.at(first, k);
 #pragma unroll
@@ -388,50 +377,39 @@ struct ScoreTile {
   // Adds `steps` steps, of which the rows' begin at row_step; `columns` is the lane's row of the first column block.
   template <bool TO_ONE = !kApart>
   __device__ void add(const StripRows& rows, int row_step, const unsigned char* columns, int steps) {
-    constexpr bool kTwice = kSmallFirst && TO_ONE && kParts == 2;  // as form_scores does it
-    static_assert(!kSmallFirst || kOneChunk, "all steps at once");
-    const int last = kOneChunk ? kStepsPadded : steps;
 #pragma unroll(kRowsKept ? kStepsPadded / 16 : 1)
-    for (int k = 0; k < last; k += 16) add_products<TO_ONE>(rows, row_step, columns, k, kProducts - 1, kTwice ? 1 : 0);
-    if constexpr (kTwice) {
-#pragma unroll(kRowsKept ? kStepsPadded / 16 : 1)
-      for (int k = 0; k < last; k += 16) add_products<TO_ONE>(rows, row_step, columns, k, 0, 0);
-    }
-  }
-  // The products `most` .. `least` of 16 steps.
-  template <bool TO_ONE>
-  __device__ void add_products(
-      const StripRows& rows, int row_step, const unsigned char* columns, int k, int most, int least) {
-    Halves b[kParts][N / 16][4], a[kParts][kRowBlocks][4];
+    for (int k = 0; k < (kOneChunk ? kStepsPadded : steps); k += 16) {
+      Halves b[kParts][N / 16][4], a[kParts][kRowBlocks][4];
 #pragma unroll
-    for (int part = 0; part < (most > 0 ? kParts : 1); ++part) {
+      for (int part = 0; part < kParts; ++part) {
 #pragma unroll
-      for (int t = 0; t < N / 16; ++t) {
-        load_by_steps(b[part][t], columns + part * ColumnPlanes::kBytes + ColumnPlanes::at(16 * t, k));
-      }
+        for (int t = 0; t < N / 16; ++t) {
+          load_by_steps(b[part][t], columns + part * ColumnPlanes::kBytes + ColumnPlanes::at(16 * t, k));
+        }
 #pragma unroll
-      for (int r = 0; r < kRowBlocks; ++r) {
-        if constexpr (kRowsKept) {
+        for (int r = 0; r < kRowBlocks; ++r) {
+          if constexpr (kRowsKept) {
 #pragma unroll
-          for (int i = 0; i < 4; ++i) a[part][r][i] = rows.kept[part][r][k / 16][i];
-        } else {
-          load_by_steps(a[part][r], rows.block(part, r, row_step + k));
+            for (int i = 0; i < 4; ++i) a[part][r][i] = rows.kept[part][r][k / 16][i];
+          } else {
+            load_by_steps(a[part][r], rows.block(part, r, row_step + k));
+          }
         }
       }
-    }
-    // The small products first: what they have to say is lost in a sum that is large already.
+      // The small products first: what they have to say is lost in a sum that is large already.
 #pragma unroll
-    for (int product = most; product >= least; --product) {
-      const int of_row = product == 1 ? 1 : 0, of_column = product == 2 ? 1 : 0;
+      for (int product = kProducts - 1; product >= 0; --product) {
+        const int of_row = product == 1 ? 1 : 0, of_column = product == 2 ? 1 : 0;
 #pragma unroll
-      for (int r = 0; r < kRowBlocks; ++r) {
+        for (int r = 0; r < kRowBlocks; ++r) {
 #pragma unroll
-        for (int t = 0; t < N / 8; ++t) {
-          const Halves first = b[of_column][t / 2][t % 2 * 2], last = b[of_column][t / 2][t % 2 * 2 + 1];
-          if constexpr (!TO_ONE) {
-            multiply_add(product > 0 ? small[product > 0 ? product - 1 : 0][r][t] : s[r][t], a[of_row][r], first, last);
-          } else {
-            multiply_add(s[r][t], a[of_row][r], first, last);
+          for (int t = 0; t < N / 8; ++t) {
+            const Halves first = b[of_column][t / 2][t % 2 * 2], last = b[of_column][t / 2][t % 2 * 2 + 1];
+            if constexpr (!TO_ONE) {
+              multiply_add(product > 0 ? small[product > 0 ? product - 1 : 0][r][t] : s[r][t], a[of_row][r], first, last);
+            } else {
+              multiply_add(s[r][t], a[of_row][r], first, last);
+            }
           }
         }
       }

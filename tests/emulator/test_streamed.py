@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
@@ -12,14 +11,13 @@ from torch import Tensor
 from emulator.pools import GPU, guarded, inputs
 from invpool.abi import Direction
 from invpool.algorithms import Choice, find_algorithm
-from invpool.algorithms.one_pass_mma import MmaPlan
+from invpool.algorithms.one_pass_streamed import StreamedPlan
 from invpool.check import tolerance
 from invpool.emulator.pool import EmulatedPool
 from invpool.reference import composite_errors, norm_error, pool_ref
 from invpool.spec import PoolSpec
 
-MMA = find_algorithm("one_pass_mma")
-WHOLE: dict[str, Any] = {"row_blocks": 2, "registers": 255}
+STREAMED = find_algorithm("one_pass_streamed")
 SMALL: dict[str, Any] = {"window": 16, "warps": 1, "row_blocks": 1, "columns": 16, "registers": 255}
 ONE: dict[str, Any] = {"window": 32, "warps": 2, "row_blocks": 1, "columns": 16, "registers": 255}
 TALL: dict[str, Any] = {"window": 32, "warps": 1, "row_blocks": 2, "columns": 32, "registers": 255}
@@ -32,10 +30,10 @@ SPREAD: dict[str, Any] = {**CHUNKS, "columns": 16, "warps": 1, "across": 2, "spr
 AT_ONCE = {"prefetch": False}
 
 
-def _plan(spec: PoolSpec, direction: Direction, knobs: dict[str, Any]) -> MmaPlan:
-    plan = MMA.plan_from_knobs(direction, knobs)
-    assert MMA.reject(spec, plan, GPU) is None
-    return plan if plan.window else dataclasses.replace(plan, most_blocks=2)
+def _plan(spec: PoolSpec, direction: Direction, knobs: dict[str, Any]) -> StreamedPlan:
+    plan = STREAMED.plan_from_knobs(direction, knobs)
+    assert STREAMED.reject(spec, plan, GPU) is None
+    return plan
 
 
 def _check(spec: PoolSpec, pool: EmulatedPool, x: Tensor, g: Tensor, mask: Tensor | None, what: str) -> None:
@@ -54,8 +52,6 @@ CASES = [
     (PoolSpec(33, 5, layout="bkh", masked=True), ONE, SMALL),
     (PoolSpec(65, 64), ONE, TALL),
     (PoolSpec(65, 64, layout="bkh"), WIDE, ONE),
-    (PoolSpec(65, 64), WHOLE, ONE),
-    (PoolSpec(65, 64), ONE, WHOLE),
     (PoolSpec(65, 64), ONE, CHUNKS),
     (PoolSpec(65, 64, layout="bkh", masked=True), {**CHUNKS, **AT_ONCE}, CHUNKS),
     (PoolSpec(65, 65), {**CHUNKS, "hold": False}, {**CHUNKS, **AT_ONCE}),
@@ -93,7 +89,7 @@ SLOW = [
     ],
 )
 def test_against_float64(spec: PoolSpec, forward: dict[str, Any], backward: dict[str, Any]) -> None:
-    pool = EmulatedPool(spec, Choice(MMA, _plan(spec, "forward", forward), _plan(spec, "backward", backward)))
+    pool = EmulatedPool(spec, Choice(STREAMED, _plan(spec, "forward", forward), _plan(spec, "backward", backward)))
     for shift, kind in enumerate(("normal", "large", "shifted")):
         x, g, mask = inputs(spec, kind, items=max(2, 256 // spec.H))
         _check(spec, pool, guarded(x, shift), guarded(g, shift), mask, kind)
@@ -122,12 +118,12 @@ def _hard(spec: PoolSpec) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(
     ("forward", "backward"),
-    [(ONE, TALL), (CHUNKS, CHUNKS), (WHOLE, ONE), (TALL, WHOLE), (MIRROR, ONE), (SHARED, SHARED)],
+    [(ONE, TALL), (CHUNKS, CHUNKS), (TALL, ONE), (MIRROR, ONE), (SHARED, SHARED)],
 )
 @pytest.mark.parametrize("kind", ["tiny", "spike", "late", "off", "nearly", "huge", "zero"])
 def test_hard_inputs(kind: str, forward: dict[str, Any], backward: dict[str, Any]) -> None:
     spec = PoolSpec(65, 64)
-    pool = EmulatedPool(spec, Choice(MMA, _plan(spec, "forward", forward), _plan(spec, "backward", backward)))
+    pool = EmulatedPool(spec, Choice(STREAMED, _plan(spec, "forward", forward), _plan(spec, "backward", backward)))
     x = _hard(spec)[kind]
     _check(spec, pool, x, torch.randn(2, 65, generator=torch.Generator().manual_seed(1)), None, kind)
 
@@ -135,7 +131,7 @@ def test_hard_inputs(kind: str, forward: dict[str, Any], backward: dict[str, Any
 @pytest.mark.parametrize("size", [1e-30, 1e30])
 def test_gradients_of_any_size(size: float) -> None:
     spec = PoolSpec(33, 5)
-    pool = EmulatedPool(spec, Choice(MMA, _plan(spec, "forward", ONE), _plan(spec, "backward", ONE)))
+    pool = EmulatedPool(spec, Choice(STREAMED, _plan(spec, "forward", ONE), _plan(spec, "backward", ONE)))
     x, g, _ = inputs(spec, "normal", items=2)
     _check(spec, pool, x, g * size, None, "normal")
 
@@ -144,7 +140,7 @@ def test_gradients_of_any_size(size: float) -> None:
 @pytest.mark.parametrize("knobs", [ONE, CHUNKS], ids=["one", "chunks"])
 def test_what_is_not_finite_stays_within_its_item(knobs: dict[str, Any], value: float) -> None:
     spec = PoolSpec(40, 64)
-    pool = EmulatedPool(spec, Choice(MMA, _plan(spec, "forward", knobs), _plan(spec, "backward", knobs)))
+    pool = EmulatedPool(spec, Choice(STREAMED, _plan(spec, "forward", knobs), _plan(spec, "backward", knobs)))
     x, g, _ = inputs(spec, "normal", items=2)
     clean = pool.forward(x)
     clean_dx = pool.backward(x, g, clean)
@@ -161,12 +157,12 @@ def test_what_is_rejected_says_what_would_fit() -> None:
         ({**CHUNKS, "chunk": 40}, "multiple of 32"),
         ({**CHUNKS, "columns": 16}, "must be window (32)"),
         ({**ONE, "hold": False}, "hold=False needs a chunk"),
-        ({**ONE, "items": 2}, "items is 2"),
+        ({**ONE, "across": 3}, "across is 3"),
         ({**WIDE, "warps": 8}, "lower window, warps or chunk"),
     ):
-        assert reason in str(MMA.reject(spec, MMA.plan_from_knobs("forward", knobs), GPU))
-    too_long = MMA.plan_from_knobs("backward", {**ONE, "window": 16, "row_blocks": 1})
-    assert "set chunk to 256 or less" in str(MMA.reject(spec, too_long, GPU))
+        assert reason in str(STREAMED.reject(spec, STREAMED.plan_from_knobs("forward", knobs), GPU))
+    too_long = STREAMED.plan_from_knobs("backward", {**ONE, "window": 16, "row_blocks": 1})
+    assert "set chunk to 256 or less" in str(STREAMED.reject(spec, too_long, GPU))
 
 
 def test_every_item_has_a_plan() -> None:
@@ -175,4 +171,4 @@ def test_every_item_has_a_plan() -> None:
             for layout in ("bhk", "bkh"):
                 spec = PoolSpec(H, K, dtype, layout)
                 for direction in ("forward", "backward"):
-                    assert any(plan.window for plan in MMA.legal(spec, GPU, direction)), (spec.slug, direction)
+                    assert STREAMED.legal(spec, GPU, direction), (spec.slug, direction)

@@ -118,10 +118,6 @@ class Algorithm(ABC, Generic[P]):
         The default choice, the sweep and the tests all ask here and nowhere else.
         """
 
-    def template(self, plan: P) -> str:
-        """The template that the plan is rendered from."""
-        return f"{self.name}/{plan.direction}.cu.j2"
-
     @abstractmethod
     def layout(self, spec: PoolSpec, plan: P) -> SharedLayout:
         """Dynamic shared memory of one block."""

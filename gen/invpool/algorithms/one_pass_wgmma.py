@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Final, Literal
 
 from invpool.abi import Direction
 from invpool.algorithms.base import Algorithm, Launch, Plan, min_blocks
-from invpool.algorithms.one_pass_mma import OnePassMma, Work, padded, staging_lanes, staging_work
+from invpool.algorithms.tensor_cores import Work, padded, parts_of, reject_spec, staging_lanes, staging_work
 from invpool.cost import Cost
 from invpool.gpu import WARP, Gpu
 from invpool.layout import SharedLayout
@@ -56,18 +56,12 @@ class OnePassWgmma(Algorithm[WgmmaPlan]):
 
     def fitted(self, spec: PoolSpec, plan: WgmmaPlan, gpu: Gpu) -> WgmmaPlan:
         launch = self.launch(spec, plan)
-        return dataclasses.replace(
-            plan, most_blocks=gpu.wave(launch.threads, launch.shared_bytes, plan.registers)
-        )
+        return dataclasses.replace(plan, most_blocks=gpu.wave(launch.threads, launch.shared_bytes, plan.registers))
 
     def reject(self, spec: PoolSpec, plan: WgmmaPlan, gpu: Gpu) -> str | None:
-        if spec.dtype == "float64":
-            return (
-                "tensor cores here multiply fp16 numbers, of which two make a float32; float64 wants another algorithm"
-            )
-        wrong_arch = self.reject_arch(gpu.arch)
-        if wrong_arch:
-            return f"{wrong_arch} ({gpu.name})"
+        obstacle = reject_spec(self, spec, gpu)
+        if obstacle:
+            return obstacle
         for name, legal in (("groups", _GROUPS), ("registers", _REGISTERS), ("prefetch", (True, False))):
             value = plan.knobs[name]
             if value not in legal or isinstance(value, bool) != (name == "prefetch"):
@@ -92,7 +86,7 @@ class OnePassWgmma(Algorithm[WgmmaPlan]):
         return self.strips(spec) == 2 and plan.groups == 1
 
     def layout(self, spec: PoolSpec, plan: WgmmaPlan) -> SharedLayout:
-        rows, steps, parts = _STRIP * self.strips(spec), padded(spec.K), OnePassMma.parts(spec)
+        rows, steps, parts = _STRIP * self.strips(spec), padded(spec.K), parts_of(spec)
         warps, two = 4 * plan.groups, self._two(spec, plan)
         regions = [("Planes", parts * rows * steps // 2, 0)]
         if plan.direction == "forward":
@@ -112,8 +106,8 @@ class OnePassWgmma(Algorithm[WgmmaPlan]):
         return Launch(_GROUP * plan.groups, padded(self.layout(spec, plan).bytes), 1, 1, plan.most_blocks)
 
     def _wanted_registers(self, spec: PoolSpec, plan: WgmmaPlan) -> int:
-        """Registers of a thread that spills nothing, roughly: its rows' operand, a tile, and backward G and its sums."""
-        parts, steps = OnePassMma.parts(spec), padded(spec.K) // 16
+        """Registers of a thread that spills nothing, roughly: operand, tile, and backward G and its sums."""
+        parts, steps = parts_of(spec), padded(spec.K) // 16
         backward = 4 + 16 * parts + 8 * steps if plan.direction == "backward" else 0
         return 92 + 4 * parts * steps + backward
 
@@ -121,8 +115,8 @@ class OnePassWgmma(Algorithm[WgmmaPlan]):
         return False
 
     def cost(self, spec: PoolSpec, plan: WgmmaPlan, gpu: Gpu, batch: int) -> Cost:
-        """Work of one launch over plain items. Bytes are exact, the rest is counted from the machine code of a few plans."""
-        parts, steps, strips = OnePassMma.parts(spec), padded(spec.K) // 16, self.strips(spec)
+        """Work of one launch over plain items: bytes exact, the rest counted from the machine code of a few plans."""
+        parts, steps, strips = parts_of(spec), padded(spec.K) // 16, self.strips(spec)
         products, two = 2 * parts - 1, self._two(spec, plan)
         last = next(width for width in _WIDTHS if width >= spec.H - _STRIP * (strips - 1))
         columns = _STRIP * (strips - 1) + last
@@ -159,7 +153,7 @@ class OnePassWgmma(Algorithm[WgmmaPlan]):
         return {
             "min_blocks": min_blocks(threads, plan.registers),
             "item_bytes": self.launch(spec, plan).shared_bytes,
-            "parts": OnePassMma.parts(spec),
+            "parts": parts_of(spec),
             "strips": self.strips(spec),
             "two": self._two(spec, plan),
             "prefetch": plan.prefetch,
