@@ -21,7 +21,7 @@ from invpool.spec import PoolSpec
 __all__ = ["ALGORITHMS", "Algorithm", "Choice", "Launch", "Plan", "best_plan", "choose", "find_algorithm"]
 
 # The batch that a default plan is chosen for: enough items to fill any listed GPU.
-CHOICE_BATCH: Final = 8192
+CHOICE_BATCH: Final = 65536
 
 
 def _discover() -> dict[str, Algorithm[Any]]:
@@ -74,14 +74,15 @@ def best_plan(
 ) -> tuple[Plan, Cost] | None:
     """The legal plan of least predicted time, or None if there is none.
 
-    Ties go to a plan that promises no spills, then to the least work of all units together.
+    Ties go to a plan that promises no spills, then to the least work of all units together, then to more resident
+    threads.
     """
     ranked = [(plan, algorithm.cost(spec, plan, gpu, batch)) for plan in algorithm.legal(spec, gpu, direction)]
 
-    def rank(pair: tuple[Plan, Cost]) -> tuple[float, bool, float]:
+    def rank(pair: tuple[Plan, Cost]) -> tuple[float, bool, float, float]:
         plan, cost = pair
         work = sum(cost.terms(gpu).values())
-        return cost.seconds(gpu), not algorithm.promises_no_spills(spec, plan), work
+        return cost.seconds(gpu), not algorithm.promises_no_spills(spec, plan), work, -cost.occupancy(gpu)
 
     return min(ranked, key=rank, default=None)
 

@@ -38,6 +38,9 @@ _MOST_CHUNK: Final = 256
 _CHUNK_WINDOWS: Final = (16, 32, 64)
 # Up to so many steps no chunks are tried: all fit.
 _UNCHUNKED: Final = 128
+# Warp instructions that a round leaves room for, of an SM: measured on an H200.
+_ROUND: Final = 3000
+_CHUNK_ROUND: Final = 10000
 # Steps of dx that a warp of the streamed backward can keep sums of, by row blocks.
 _MOST_STEPS: Final = {1: 256, 2: 128, 4: 48}
 
@@ -89,9 +92,11 @@ class OnePassStreamed(Algorithm[StreamedPlan]):
     def candidates(self, spec: PoolSpec, direction: Direction) -> Iterator[StreamedPlan]:
         unit, steps = self.chunk_unit(spec), padded(spec.K)
         chunks = sorted({chunk for chunk in (padded(chunk, unit) for chunk in _CHUNKS) if chunk < steps > _UNCHUNKED})
+        # The narrowest window is for few variates: it never won a measurement where there were more.
+        windows = _WINDOWS if spec.H <= _WINDOWS[1] else _WINDOWS[1:]
         shapes = [
             (window, columns, 0, True, across)
-            for window, columns, across in itertools.product(_WINDOWS, _COLUMNS, _ACROSS)
+            for window, columns, across in itertools.product(windows, _COLUMNS, _ACROSS)
             if columns * across <= window and (across == 1 or window >= _ACROSS_FROM)
         ]
         shapes += [
@@ -282,6 +287,9 @@ class OnePassStreamed(Algorithm[StreamedPlan]):
         )
         each = (13 + 3 * parts if backward else 8 if plan.mirror else 4.5) / WARP
         work += formed + Work(fma=scores * 4, mufu=scores, issue=scores * each)
+        # A window, or a chunk of it, is a round of fetching, staging and waiting, at which pipes run dry.
+        windows = tiles * (columns // plan.window) / (2 if plan.mirror else 1)
+        work += Work(issue=windows * (self._chunks(spec, plan) * _CHUNK_ROUND if plan.chunk else _ROUND))
         work *= again
         if backward:
             work += Work(

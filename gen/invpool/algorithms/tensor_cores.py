@@ -42,7 +42,10 @@ MMA_SHARE: Final = 0.66
 _OVERLAP_A_BLOCK: Final = 0.35
 _MOST_OVERLAP: Final = 0.7
 _ENOUGH_WARPS: Final = 12
+_MOST_WARPS: Final = 16
 _LATENCY_POWER: Final = 0.25
+# An item that is read with nothing else to do comes in slower than DRAM could bring it.
+_EXPOSURE: Final = 1.5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,8 +71,8 @@ class Work:
         # The state beside out; backward reads out as it was kept.
         state = 3 * spec.scalar_bytes - (spec.element_bytes if backward else 0)
         resident = max(1, gpu.blocks_per_sm(launch.threads, launch.shared_bytes, registers))
-        warps = min(_ENOUGH_WARPS, resident * launch.threads // WARP)
-        overlap = min(_MOST_OVERLAP, _OVERLAP_A_BLOCK * (resident - 1)) * warps / _ENOUGH_WARPS
+        warps = min(_MOST_WARPS, resident * launch.threads // WARP)
+        overlap = min(_MOST_OVERLAP, _OVERLAP_A_BLOCK * (resident - 1)) * min(1, warps / _ENOUGH_WARPS)
         done = self * (batch * (_ENOUGH_WARPS / warps) ** _LATENCY_POWER)
         return Cost(
             fma=round(done.fma),
@@ -86,7 +89,7 @@ class Work:
             tensor=round(done.tensor),
             issue=round(done.issue),
             overlap=overlap,
-            exposed_bytes=batch * spec.H * spec.K * spec.element_bytes if exposed else 0,
+            exposed_bytes=round(_EXPOSURE * batch * spec.H * spec.K * spec.element_bytes) if exposed else 0,
             tasks=launch.tasks(batch),
         )
 
