@@ -183,10 +183,10 @@ class OnePassMma(Algorithm[MmaPlan]):
             wavefronts=(own + other) / (16 * rows) * parts * steps * 4 * loads,
         )
         if plan.direction == "forward":
-            scores = Work(fma=2 * own + 4 * other, mufu=own + other, issue=(3.4 * own + 6.6 * other) / WARP)
+            scores = Work(fma=2 * own + 4 * other, mufu=own + other, issue=(4.2 * own + 8 * other) / WARP)
             ends = Work(issue=230, wavefronts=60)
         else:
-            pulled = 7 + 3 * parts
+            pulled = 8 + 3 * parts
             scores = Work(
                 fma=(pulled + 1) * (own + other),
                 mufu=own + other,

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Final, Literal
 
 from invpool.abi import Direction
-from invpool.algorithms.base import Algorithm, Launch, Plan, min_blocks
+from invpool.algorithms.base import REGISTERS_PER_SM, Algorithm, Launch, Plan, min_blocks
 from invpool.algorithms.tensor_cores import Work, padded, parts_of, reject_spec, staging_lanes, staging_work
 from invpool.cost import Cost
 from invpool.gpu import WARP, Gpu
@@ -17,11 +17,12 @@ from invpool.spec import PoolSpec
 
 _GROUPS: Final = (1, 2, 3, 4)
 _REGISTERS: Final = (168, 128, 96)
+_MOST_REGISTERS: Final = 255
 _STRIP: Final = 64
 _GROUP: Final = 128
 _MOST_STEPS: Final = 128
 # What registers that are moved to and fro cost, by their share: measured on an H200.
-_SPILL: Final = 1.2
+_SPILL: Final = 0.25
 # Columns of a product.
 _WIDTHS: Final = (16, 32, 64)
 
@@ -113,7 +114,8 @@ class OnePassWgmma(Algorithm[WgmmaPlan]):
     def _wanted_registers(self, spec: PoolSpec, plan: WgmmaPlan) -> int:
         """Registers of a thread that spills nothing, roughly: operand, tile, and backward G and its sums."""
         parts, steps = parts_of(spec), padded(spec.K) // 16
-        backward = 4 + 16 * parts + 8 * steps if plan.direction == "backward" else 0
+        pieces = 16 * parts * (2 if self._two(spec, plan) else 1)
+        backward = 4 + pieces + 8 * steps if plan.direction == "backward" else 0
         return 92 + 4 * parts * steps + backward
 
     def promises_no_spills(self, spec: PoolSpec, plan: WgmmaPlan) -> bool:
@@ -149,8 +151,10 @@ class OnePassWgmma(Algorithm[WgmmaPlan]):
                 wavefronts=gathered * products * steps / 4 + 1.5 * formed + 4 * other * parts,
             )
             work += Work(issue=4 * (plan.groups * 200 + strips * (30 + 13 * steps)), wavefronts=150)
-        # What does not fit the registers that a plan allows is moved to and fro.
-        spilled = max(0, self._wanted_registers(spec, plan) - plan.registers) / plan.registers
+        # What does not fit the registers that a thread gets is moved to and fro.
+        threads = _GROUP * plan.groups
+        given = min(_MOST_REGISTERS, REGISTERS_PER_SM // (threads * min_blocks(threads, plan.registers)))
+        spilled = max(0, self._wanted_registers(spec, plan) - given) / given
         return (work * (1 + _SPILL * spilled)).cost(self, spec, plan, gpu, batch, exposed=not plan.prefetch)
 
     def context(self, spec: PoolSpec, plan: WgmmaPlan) -> Mapping[str, Any]:
