@@ -157,7 +157,8 @@ struct Shifted {
   const RowOperand& rows;
   const Vectors& of;
   int lane, row0;
-  Scalar unit, top_offset;
+  const Scalar* units;
+  Scalar sign, top_offset, share;  // share: 2^-reach
   Scalar pulled[kRowBlocks][2] = {};  // sum_j g[j] a[j,i]
   Scalar column_sum[kRowBlocks][2] = {};  // sum_j dS[j,i]
 
@@ -170,22 +171,23 @@ struct Shifted {
       for (int i = 0; i < 2; ++i) {
         const int j = column + 8 * t + lane % 4 * 2 + i;
         const Scalar j_mean = of.mean[j], j_g = of.gain[j], j_out = of.pooled[j], j_lse = of.lse[j], j_low = of.low[j];
-        const Scalar j_offset = of.offset[j] - top_offset, j_base = fma(-j_lse, log2e(), top_offset);
+        const Scalar j_unit = units[j], j_offset = of.offset[j] - top_offset, j_base = fma(-j_lse, log2e(), top_offset);
 #pragma unroll
         for (int b = 0; b < kRowBlocks; ++b) {
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
             const int h = row0 + 16 * b + 8 * half + lane / 4;
             Scalar& score = s[b][t][2 * half + i];
+            const Scalar part = score * (sign * units[h]);
             // The exponents are formed as forward formed them, and lse is taken off as lse_low was.
             const Scalar h_offset = of.offset[h] - top_offset, h_base = fma(-of.lse[h], log2e(), top_offset);
-            const Scalar of_row = h_base + fma(score, unit, j_offset) - of.low[h];
-            const Scalar of_column = j_base + fma(score, unit, h_offset) - j_low;
+            const Scalar of_row = h_base + fma(part, j_unit, j_offset) - of.low[h];
+            const Scalar of_column = j_base + fma(part, j_unit, h_offset) - j_low;
             const Scalar pull = j_g * fast_exp2(of_column);
             const Scalar from_column = pull * (of.mean[h] - j_out);
             pulled[b][half] += pull;
             column_sum[b][half] += from_column;
-            score = fma(of.gain[h] * fast_exp2(of_row), j_mean - of.pooled[h], from_column);
+            score = j_unit * share * fma(of.gain[h] * fast_exp2(of_row), j_mean - of.pooled[h], from_column);
           }
         }
       }

@@ -9,7 +9,7 @@ struct Pooled {
 // relative to the largest offset: of 10000 +- 1 offsets are of a size whose last bit is 1e-3.
 __device__ inline void online_softmax(
     const RowOperand& rows, const unsigned char* by_column, const Scalar* offsets, Scalar top_offset, const Scalar* means,
-    Scalar unit, int row0, int lane, Pooled* sums, Scalar* bases) {
+    const Scalar* units, Scalar sign, int row0, int lane, Pooled* sums, Scalar* bases) {
   Scalar largest[kRowBlocks][2];
   Pooled sum[kRowBlocks][2] = {};
 #pragma unroll
@@ -18,20 +18,22 @@ __device__ inline void online_softmax(
   for (int c = 0; c < kRowsUsed; c += 16) {
     Scalar s[kRowBlocks][2][4];
     form_scores<0, kRowBlocks, 16, true>(rows, by_column + plane_at(c, 0), s);
-    Scalar offset[4], mean[4];
+    Scalar offset[4], mean[4], unit[4];
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       offset[j] = offsets[c + j / 2 * 8 + lane % 4 * 2 + j % 2] - top_offset;
       mean[j] = means[c + j / 2 * 8 + lane % 4 * 2 + j % 2];
+      unit[j] = units[c + j / 2 * 8 + lane % 4 * 2 + j % 2];
     }
 #pragma unroll
     for (int b = 0; b < kRowBlocks; ++b) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
+        const Scalar of_row = sign * units[row0 + 16 * b + 8 * half + lane / 4];
         Scalar exponent[4], next = largest[b][half];
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-          exponent[j] = fma(s[b][j / 2][2 * half + j % 2], unit, offset[j]);
+          exponent[j] = fma(s[b][j / 2][2 * half + j % 2] * of_row, unit[j], offset[j]);
           next = fmax(next, exponent[j]);
         }
         // Nothing but masked columns so far: any finite number will do. fmax drops NaN; the weights meet it again.
@@ -85,8 +87,7 @@ __device__ inline Result result_of(bool takes_part, Pooled sum, Scalar base, con
   const Scalar reciprocal = fast_reciprocal(sum.weights), quotient = sum.means * reciprocal;
   const Scalar pooled = fma(fma(-quotient, sum.weights, sum.means), reciprocal, quotient);
   // The sum is 2^12 and more: its whole power of two is split off, or the last bit of its logarithm would be 1e-6.
-  const int exponent = static_cast<int>(bits_of(sum.weights) >> 23 & 255) - 127;
-  const int whole = exponent > -126 && exponent < 126 ? exponent : 0;
+  const int whole = exponent_of(sum.weights);
   const Scalar power = static_cast<Scalar>(whole), fraction = log2(sum.weights * power_of_two(-whole));
   const Scalar high = (how.top_offset + (base + (power + fraction))) * ln2();
   // Backward takes exponents relative to lse: what the rounding of lse lost would be an error of every weight.

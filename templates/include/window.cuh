@@ -266,15 +266,16 @@ __device__ inline void stage_chunk(
   }
 }
 
-// A power of two that takes a number to about 1; 0 where that is none of its concern.
-__device__ inline int exponent_of(Scalar value) {
-  unsigned bits;
-  memcpy(&bits, &value, sizeof bits);
-  const int exponent = static_cast<int>(bits >> 23 & 255) - 127;
-  return exponent > -126 && exponent < 126 ? exponent : 0;
-}
-
 // ---- which items are centred or made smaller
+
+// How an item was staged.
+struct WindowStaging {
+  int centre = -1;  // the row taken off, -1: none
+  Scalar centre_mean = 0;
+  Scalar factor = 0;  // x - c is v / factor
+  Scalar unit = 1;  // scores are unit * <v_h, v_j> + offset of j
+  bool plain = true;  // unit is 1, and nothing was taken off
+};
 
 // Row norms from here on may belong to numbers too large for fp16.
 constexpr float kLargeNorm = 67108864;
@@ -300,7 +301,7 @@ __device__ inline Scalar largest_of_warp(const ItemView& item, int thread) {
 
 // fp16 ends at 65504: larger numbers are staged as so many times smaller, and scores are multiplied back. Beyond
 // 2^80 there is nothing to multiply back for: a softmax of such scores is 0 or 1.
-__device__ inline void make_smaller(Staging& how, Scalar scale, Scalar factor, Scalar largest) {
+__device__ inline void make_smaller(WindowStaging& how, Scalar scale, Scalar factor, Scalar largest) {
   const Scalar bound = 2 * factor * largest;
   int shift = 0;
   for (Scalar reach = 16384; reach < bound && shift < 113; reach *= 2) ++shift;
@@ -313,8 +314,8 @@ __device__ inline void make_smaller(Staging& how, Scalar scale, Scalar factor, S
 // is not near, as in normalised input, that is settled. Else the item is staged as if it were, and the block begins anew
 // where staging meets one that is not. Each block meets all variates: all blocks of an item find the same, in forward and
 // backward.
-__device__ inline Staging choose_staging(const ItemView& item, Scalar scale, Scalar factor, int thread) {
-  Staging how;
+__device__ inline WindowStaging choose_staging(const ItemView& item, Scalar scale, Scalar factor, int thread) {
+  WindowStaging how;
   const int first = item.first_taking_part(), h = first + 1 + thread / 32;
   bool far = first >= kH;
   if (!far && item.takes_part(h)) far = !look_at(item, first, h, thread % 32).near();
@@ -332,7 +333,7 @@ __device__ inline Staging choose_staging(const ItemView& item, Scalar scale, Sca
 // A block begins anew: `far` if a variate turned out not to be near the centre, `large` if numbers may be too large for
 // fp16, of which then all blocks of the item find the same power of two.
 __device__ inline void choose_again(
-    Staging& how, const ItemView& item, Scalar scale, Scalar factor, bool far, bool large, Scalar* room, int thread) {
+    WindowStaging& how, const ItemView& item, Scalar scale, Scalar factor, bool far, bool large, Scalar* room, int thread) {
   if (far) {
     how.centre = -1;
     how.centre_mean = 0;

@@ -137,7 +137,8 @@ class OnePassMma(Algorithm[MmaPlan]):
             regions += [(name, rows, 0) for name in ("Gain", "Pooled", "Lse", "Low")]
             regions += [("Pulled", rows * mirrored, 0)]
             regions += [("Gathered", rows * self.gathered_stride(spec) if strips > 1 else 0, 0)]
-        regions += [("Mean", rows, 0), ("Offset", rows, 0), ("Room", padded(strips, 4), 0), ("Agreed", 4 * strips, 0)]
+        regions += [(name, rows, 0) for name in ("Mean", "Offset", "Units")]
+        regions += [("Room", padded(strips, 4), 0), ("Agreed", 4 * strips, 0)]
         if plan.prefetch:
             regions += [("Fetched", -(-spec.H * spec.K * spec.element_bytes // 16) * 4, 0), ("Barrier", 4, 0)]
         return SharedLayout.pack(4, [region for region in regions if region[1]])

@@ -103,7 +103,13 @@ class OnePassWgmma(Algorithm[WgmmaPlan]):
             regions += [(name, rows, 0) for name in ("Gain", "Pooled", "Lse", "Low")]
             if two:
                 regions += [("Pulled", _STRIP * warps, 0), ("Exchange", parts * _STRIP * (2 * _STRIP + 16) // 4, 0)]
-        regions += [("Mean", rows, 0), ("Offset", rows, 0), ("Room", warps, 0), ("Agreed", 4 * warps, 0)]
+        regions += [
+            ("Mean", rows, 0),
+            ("Offset", rows, 0),
+            ("Units", rows, 0),
+            ("Room", warps, 0),
+            ("Agreed", 4 * warps, 0),
+        ]
         if plan.prefetch:
             regions += [("Fetched", -(-spec.H * spec.K * spec.element_bytes // 16) * 4, 0), ("Barrier", 4, 0)]
         return SharedLayout.pack(4, regions)
