@@ -72,7 +72,9 @@ class OnePassWgmma(Algorithm[WgmmaPlan]):
             return f"{plan.groups} warpgroups for {self.strips(spec)} strips of {_STRIP} rows; lower groups"
         if spec.K > _MOST_STEPS:
             return f"K is {spec.K}; a strip's operand of more than {_MOST_STEPS} steps does not fit registers"
-        shared = self.launch(spec, plan).shared_bytes
+        threads, shared = _GROUP * plan.groups, self.launch(spec, plan).shared_bytes
+        if plan.registers * threads > gpu.registers_per_sm:
+            return f"{plan.registers} registers for {threads} threads; lower registers or groups"
         if shared > gpu.shared_per_block:
             return f"needs {shared} bytes of shared memory a block, {gpu.name} has {gpu.shared_per_block}"
         return None
