@@ -12,15 +12,18 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from invpool.abi import Direction
-from invpool.algorithms import Launch
+from invpool.abi import DIRECTIONS, Direction
+from invpool.algorithms import ALGORITHMS, Choice, Launch, find_algorithm
 from invpool.algorithms.three_pass import ThreePass, ThreePassPlan
 from invpool.compile import Compiled, Resources, Target
 from invpool.cost import Cost
-from invpool.gpu import Gpu
+from invpool.gpu import Gpu, present_gpu
 from invpool.spec import PoolSpec
 
 REPO = Path(__file__).parent.parent
+
+# Their scores are made of fp16 numbers, of which no few make a float64.
+TENSOR_CORES = ("one_pass_mma", "one_pass_streamed", "one_pass_wgmma")
 
 # Exact oracles of the operation: x (one item, H x K), g, out, dx.
 ORACLES: dict[str, tuple[list[list[float]], list[float], list[float], list[list[float]]]] = {
@@ -43,6 +46,37 @@ ORACLES: dict[str, tuple[list[list[float]], list[float], list[float], list[list[
         [[0.4082155127, 0.3505434311], [0.3505434311, 0.4082155127], [0.8703640903, 0.8703640903]],
     ),
 }
+
+
+# Knobs that one direction alone has a choice of.
+ONE_WAY: dict[tuple[str, str], Direction] = {
+    ("one_pass_mma", "columns"): "forward",
+    ("one_pass_streamed", "mirror"): "forward",
+    ("one_pass_streamed", "spread"): "backward",
+}
+
+
+def choice_with(spec: PoolSpec, algorithm: str, knobs: dict[str, object], gpu: Gpu, one_block: bool = False) -> Choice:
+    """The first legal plans that have the knobs; ``one_block``: if persistent, of one block for all items."""
+    found, plans = find_algorithm(algorithm), []
+    for direction in DIRECTIONS:
+        wanted = {
+            name: value for name, value in knobs.items() if ONE_WAY.get((algorithm, name), direction) == direction
+        }
+        legal = found.legal(spec, gpu, direction)
+        # Not every legal plan is a candidate.
+        plan = next((p for p in legal if wanted.items() <= p.knobs.items()), None)
+        plan = plan or dataclasses.replace(legal[0], **wanted)
+        assert found.reject(spec, plan, gpu) is None, f"no legal {direction} plan of {algorithm} has {wanted}"
+        capped = {"most_blocks": 1} if one_block and plan.knobs.get("most_blocks") else {}
+        plans.append(dataclasses.replace(plan, **capped))
+    return Choice(found, *plans)
+
+
+def runnable() -> list[str]:
+    """The algorithms that the GPU in this machine can run; all where there is none."""
+    gpu = present_gpu()
+    return [name for name, found in sorted(ALGORITHMS.items()) if gpu is None or not found.reject_arch(gpu.arch)]
 
 
 def random_input(

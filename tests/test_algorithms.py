@@ -5,13 +5,13 @@ import re
 
 import pytest
 
-from helpers import Persistent
+from helpers import TENSOR_CORES, Persistent
 from invpool.abi import DIRECTIONS, argument_names, parameter_list
 from invpool.algorithms import ALGORITHMS, Algorithm, Launch, best_plan, choose, find_algorithm
 from invpool.algorithms.three_pass import ThreePassPlan
 from invpool.cost import Cost
 from invpool.errors import PlanError
-from invpool.gpu import DEFAULT_SHARED_BYTES, KNOWN_GPUS, known_gpu
+from invpool.gpu import DEFAULT_ARCHS, DEFAULT_SHARED_BYTES, KNOWN_GPUS, known_gpu
 from invpool.spec import DTYPES, PoolSpec
 
 H200 = known_gpu("h200")
@@ -26,7 +26,7 @@ GRID = [
 
 
 def test_the_algorithms_are_found() -> None:
-    assert {"one_pass", "one_pass_mma", "three_pass", "recompute"} <= set(ALGORITHMS)
+    assert {"one_pass", *TENSOR_CORES, "three_pass", "recompute"} <= set(ALGORITHMS)
 
 
 def test_reference_footprint() -> None:
@@ -134,7 +134,7 @@ def test_one_pass_mma_launches_a_warp_a_strip_and_a_wave_of_blocks() -> None:
         (PoolSpec(128, 32), "forward", {"row_blocks": 3}, "row_blocks is 3; legal: 1, 2, 4"),
         (PoolSpec(128, 32), "forward", {"columns": 8}, "columns is 8; legal: 16, 32"),
         (PoolSpec(128, 32), "backward", {"columns": 32}, "columns is 32; legal: 16"),
-        (PoolSpec(128, 32), "forward", {"prefetch": 1}, "prefetch is 1; legal: True, False"),
+        (PoolSpec(128, 32), "forward", {"prefetch": 1}, "prefetch is 1; legal: False, True"),
         (PoolSpec(128, 32), "forward", {"items": True}, "items is True; legal: 1, 2, 4, 8"),
         (PoolSpec(128, 32), "forward", {"most_blocks": 0}, "most_blocks is 0; it must be at least 1"),
         (PoolSpec(128, 32), "forward", {"row_blocks": 1, "columns": 32}, "lower columns or raise row_blocks"),
@@ -150,12 +150,83 @@ def test_reasons_of_one_pass_mma(spec: PoolSpec, direction: str, knobs: dict[str
     assert reason in (algorithm.reject(spec, plan, H200) or "legal")
 
 
+def test_one_pass_streamed_takes_every_shape_on_tensor_cores() -> None:
+    algorithm = find_algorithm("one_pass_streamed")
+    for spec, gpu, direction in itertools.product(GRID[::3], KNOWN_GPUS.values(), DIRECTIONS):
+        takes = spec.dtype != "float64" and gpu.arch != "sm_75"
+        assert bool(algorithm.legal(spec, gpu, direction)) == takes, (spec, gpu.name)
+
+
+def test_one_pass_wgmma_is_for_one_architecture() -> None:
+    algorithm = find_algorithm("one_pass_wgmma")
+    for spec, gpu, direction in itertools.product(GRID[::2], KNOWN_GPUS.values(), DIRECTIONS):
+        plans = algorithm.legal(spec, gpu, direction)
+        if spec.dtype == "float64" or gpu.arch != "sm_90" or spec.K > 128:
+            assert not plans, (spec, gpu.name)
+        elif spec.H <= 321:
+            assert plans, (spec, gpu.name)
+    reasons = {
+        (PoolSpec(33, 4, "float64"), "h200"): "float64 wants another algorithm",
+        (PoolSpec(33, 4), "b200"): "needs sm_90, whose own features it uses, not sm_100 (b200)",
+        (PoolSpec(137, 129), "h200"): "a strip's operand of more than 128 steps does not fit registers",
+        (PoolSpec(1000, 96), "h200"): "bytes of shared memory a block, h200 has 232448",
+    }
+    for (spec, gpu_name), reason in reasons.items():
+        with pytest.raises(PlanError, match=re.escape(reason)):
+            choose(spec, known_gpu(gpu_name), "one_pass_wgmma")
+    assert algorithm.arch_target("sm_90") == "sm_90a"
+
+
+def test_one_pass_wgmma_launches_warpgroups_and_a_wave_of_blocks() -> None:
+    algorithm = find_algorithm("one_pass_wgmma")
+    for spec, direction in itertools.product(GRID[:40], DIRECTIONS):
+        for plan in algorithm.legal(spec, H200, direction)[::3]:
+            launch, layout = algorithm.launch(spec, plan), algorithm.layout(spec, plan)
+            assert launch.threads == 128 * plan.groups
+            assert plan.groups <= algorithm.strips(spec) == -(-spec.H // 64)  # type: ignore[attr-defined]
+            assert launch.most_blocks == H200.wave(launch.threads, launch.shared_bytes, plan.registers)
+            assert plan == algorithm.fitted(spec, plan, H200)
+            assert algorithm.plan_from_knobs(direction, plan.knobs) == plan
+            assert all(region.offset % 16 == 0 for region in layout.regions)
+            assert ("Fetched" in {region.label for region in layout.regions}) == plan.prefetch
+
+
+@pytest.mark.parametrize(
+    ("spec", "knobs", "reason"),
+    [
+        (PoolSpec(128, 32), {"groups": 5}, "groups is 5; legal: 1, 2, 3, 4"),
+        (PoolSpec(128, 32), {"groups": True}, "groups is True; legal: 1, 2, 3, 4"),
+        (PoolSpec(128, 32), {"prefetch": 1}, "prefetch is 1; legal: False, True"),
+        (PoolSpec(128, 32), {"registers": 255}, "registers is 255; legal: 96, 128, 168"),
+        (PoolSpec(128, 32), {"most_blocks": 0}, "most_blocks is 0; it must be at least 1"),
+        (PoolSpec(128, 32), {"groups": 3}, "3 warpgroups for 2 strips of 64 rows; lower groups"),
+        (
+            PoolSpec(256, 32),
+            {"groups": 4, "registers": 168},
+            "168 registers for 512 threads; lower registers or groups",
+        ),
+    ],
+)
+def test_reasons_of_one_pass_wgmma(spec: PoolSpec, knobs: dict[str, object], reason: str) -> None:
+    algorithm = find_algorithm("one_pass_wgmma")
+    for direction in DIRECTIONS:
+        plan = algorithm.plan_from_knobs(direction, knobs)
+        assert reason in (algorithm.reject(spec, plan, H200) or "legal")
+
+
 def test_archs_that_an_algorithm_cannot_serve_pass_it_over() -> None:
     spec = PoolSpec(128, 32)
-    assert choose(spec, H200).algorithm.name == "one_pass_mma"
-    assert choose(spec, H200, archs=("sm_90", "sm_80")).algorithm.name == "one_pass_mma"
+    assert choose(spec, H200).algorithm.name == "one_pass_wgmma"
+    assert choose(spec, H200, archs=("sm_90",)).algorithm.name == "one_pass_wgmma"
+    for archs in (("sm_90", "sm_80"), ("sm_90", "sm_100"), DEFAULT_ARCHS):
+        assert choose(spec, H200, archs=archs).algorithm.name in ("one_pass_mma", "one_pass_streamed")
+    for gpu in KNOWN_GPUS.values():
+        if gpu.arch != "sm_90":
+            assert choose(spec, gpu, archs=(gpu.arch,)).algorithm.name != "one_pass_wgmma"
     assert choose(spec, H200, archs=("sm_90", "sm_75")).algorithm.name in ("one_pass", "three_pass")
     assert choose(spec, known_gpu("t4")).algorithm.name in ("one_pass", "three_pass")
+    with pytest.raises(PlanError, match="one_pass_wgmma: needs sm_90, whose own features it uses, not sm_100, sm_80"):
+        choose(spec, H200, "one_pass_wgmma", archs=("sm_100", "sm_90", "sm_80"))
     with pytest.raises(PlanError, match="one_pass_mma: needs sm_80 or newer, not sm_75"):
         choose(spec, H200, "one_pass_mma", archs=("sm_75", "sm_90"))
 
@@ -234,7 +305,9 @@ def test_rows_beyond_a_block() -> None:
 
 
 def test_unknown_algorithm_and_knob() -> None:
-    with pytest.raises(ValueError, match="'two_pass'; legal: one_pass, one_pass_mma, recompute, three_pass"):
+    with pytest.raises(
+        ValueError, match="'two_pass'; legal: one_pass, one_pass_mma, one_pass_streamed, one_pass_wgmma, recompute"
+    ):
         find_algorithm("two_pass")
     with pytest.raises(ValueError, match="no plan parameter tile"):
         find_algorithm("three_pass").plan_from_knobs("forward", {"tile": 3})

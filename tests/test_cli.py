@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from helpers import TENSOR_CORES
 from invpool.cli import app as app_room
 
 
@@ -34,6 +35,11 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "build" / "h7_k5_f32_bhk"
 
 
+def algorithm_of(package: Path) -> str:
+    (source,) = package.glob("*_forward.cu")
+    return source.stem.removesuffix("_forward")
+
+
 def test_alone_it_tells_what_to_do_first(tmp_path: Path) -> None:
     done = invpool(cwd=tmp_path)
     assert "invpool generate --H 128 --K 32" in done.stdout + done.stderr
@@ -50,7 +56,7 @@ def test_generate_ends_with_what_a_person_needs(package: Path) -> None:
         "spills",
         "shared",
         "occupancy",
-        "forward:  one_pass_mma row_blocks=",
+        f"forward:  {algorithm_of(package)} ",
         "closed form for CPU tensors: ok",
         "targets:  sm_90, compute_80",
         'op = invpool.load("build/h7_k5_f32_bhk")',
@@ -70,23 +76,24 @@ def test_json_is_json(package: Path) -> None:
     shown = json.loads(invpool("show", str(package), "--json", cwd=home).stdout)
     assert shown["manifest"]["slug"] == "h7_k5_f32_bhk"
     explained = json.loads(invpool("explain", "--H", "7", "--K", "5", "--json", cwd=home).stdout)
-    assert {row["algorithm"] for row in explained["rows"]} >= {"one_pass", "one_pass_mma", "three_pass", "recompute"}
+    assert {row["algorithm"] for row in explained["rows"]} >= {"one_pass", *TENSOR_CORES, "three_pass", "recompute"}
 
 
 def test_show_prints_the_source(package: Path) -> None:
     done = invpool("show", str(package), "--source", "backward", cwd=package.parent)
-    assert done.stdout.rstrip("\n") == (package / "one_pass_mma_backward.cu").read_text().rstrip("\n")
+    assert done.stdout.rstrip("\n") == (package / f"{algorithm_of(package)}_backward.cu").read_text().rstrip("\n")
     assert "regenerate with: invpool generate --H 7 --K 5" in invpool("show", str(package), cwd=package.parent).stdout
 
 
 def test_a_package_with_parts_missing_gets_one_line(package: Path, tmp_path: Path) -> None:
     copy = tmp_path / "p"
     shutil.copytree(package, copy)
-    (copy / "one_pass_mma_forward.cu").unlink()
+    source = f"{algorithm_of(package)}_forward.cu"
+    (copy / source).unlink()
     (copy / "runtime.py").unlink()
     (copy / "proof.json").write_text('{"kernels": {}}')
     for words, message in (
-        (("show", "p", "--source", "forward"), "one_pass_mma_forward.cu cannot be read"),
+        (("show", "p", "--source", "forward"), f"{source} cannot be read"),
         (("check", "p"), "p lacks runtime.py; regenerate with: invpool generate --H 7 --K 5"),
     ):
         done = invpool(*words, cwd=tmp_path)
@@ -132,7 +139,7 @@ def test_explain_shows_what_made_recompute_slow(tmp_path: Path) -> None:
         (
             ("generate", "--H", "3", "--K", "3", "--algorithm", "magic"),
             2,
-            "legal: one_pass, one_pass_mma, recompute, three_pass",
+            "legal: one_pass, one_pass_mma, one_pass_streamed, one_pass_wgmma, recompute, three_pass",
         ),
         (
             ("generate", "--H", "3", "--K", "3", "--algorithm", "one_pass_mma", "--arch", "sm_90", "--arch", "sm_75"),

@@ -14,7 +14,7 @@ import torch
 from typer.testing import CliRunner, Result
 
 import invpool
-from helpers import fake_compiler
+from helpers import TENSOR_CORES, fake_compiler
 from invpool import generate as generate_room
 from invpool.binding import import_package, output_lock, require_manifest
 from invpool.cache import KernelCache
@@ -59,16 +59,24 @@ def test_code_is_for_gpus_that_the_algorithm_can_serve(tmp_path: Path, cache: Ke
         result = generate(Request(SPEC, tmp_path / name, **options), cache)  # type: ignore[arg-type]
         return result.choice.algorithm.name, [t.name for t, _ in result.kernels[1].images]
 
-    assert made("new", archs=("sm_90",)) == ("one_pass_mma", ["sm_90", "compute_80"])
+    chosen, targets = made("new", archs=("sm_90",))
+    assert chosen in TENSOR_CORES
+    assert targets == (["sm_90a"] if chosen == "one_pass_wgmma" else ["sm_90", "compute_80"])
+    assert made("warpgroups", algorithm="one_pass_wgmma", archs=("sm_90",)) == ("one_pass_wgmma", ["sm_90a"])
+    chosen, targets = made("newer", archs=("sm_90", "sm_100"))
+    assert chosen in ("one_pass_mma", "one_pass_streamed")
+    assert targets == ["sm_90", "sm_100", "compute_80"]
     chosen, targets = made("old", archs=("sm_90", "sm_75"))
-    assert chosen != "one_pass_mma"
+    assert chosen not in TENSOR_CORES
     assert targets == ["sm_90", "sm_75", "compute_75"]
     chosen, targets = made("t4", gpu=known_gpu("t4"))
-    assert chosen != "one_pass_mma"
+    assert chosen not in TENSOR_CORES
     assert targets == ["sm_75", "compute_75"]
     assert made("named", algorithm="one_pass", archs=("sm_80",)) == ("one_pass", ["sm_80", "compute_75"])
     with pytest.raises(PlanError, match="one_pass_mma: needs sm_80 or newer, not sm_75"):
         made("never", algorithm="one_pass_mma", archs=("sm_75",))
+    with pytest.raises(PlanError, match="one_pass_wgmma: needs sm_90, whose own features it uses, not sm_100"):
+        made("never", algorithm="one_pass_wgmma", archs=("sm_90", "sm_100"))
     assert not (tmp_path / "never").exists()
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import jinja2.meta
 import pytest
 
+from helpers import TENSOR_CORES
 from invpool import render
 from invpool.abi import DIRECTIONS
 from invpool.algorithms import ALGORITHMS, choose, find_algorithm
@@ -19,8 +20,7 @@ from invpool.spec import DTYPES, LAYOUTS, PoolSpec
 
 GOLDEN = Path(__file__).parent / "golden"
 H200 = known_gpu("h200")
-GOLDEN_NAMES = ["one_pass", "three_pass", "one_pass_mma", "one_pass_streamed", "one_pass_wgmma"]
-TENSOR_CORES = ["one_pass_mma", "one_pass_streamed", "one_pass_wgmma"]
+GOLDEN_NAMES = ["one_pass", "three_pass", *TENSOR_CORES]
 CASES = [
     (name, direction, PoolSpec(33, 6, dtype, layout, masked=masked))
     for name in sorted(ALGORITHMS)

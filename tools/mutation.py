@@ -1,10 +1,11 @@
 """Ignores every synchronisation point of every kernel in turn: a check has to notice each.
 
-    python tools/mutation.py [--out docs/results/mutation.json]
+    python tools/mutation.py [--algorithm one_pass_mma] [--out docs/results/mutation.json]
 
 For the default plans of each algorithm and direction, at the default spec and at one of several tiles, each barrier
 of the source is ignored at run time (one build serves all mutants), and each call of the barrier of an item that
-`one_pass_mma` has for itself is taken out of the source (a build each). The mutant is killed if the emulator refuses
+`one_pass_mma` has for itself is taken out of the source (a build each). Of one algorithm alone, the record's other rows
+stay as they are. The mutant is killed if the emulator refuses
 it, if its numbers are wrong or depend on the order of threads, or if ThreadSanitizer finds a race. A survivor is a
 barrier that nothing needs. Needs g++, no GPU.
 """
@@ -31,13 +32,41 @@ from invpool.reference import norm_error, pool_ref
 from invpool.spec import PoolSpec
 
 SPECS = (PoolSpec(128, 32), PoolSpec(33, 72), PoolSpec(70, 136), PoolSpec(7, 20))
-# one_pass_mma: one block that goes from item to item, of four strips, of five, of a warp for each of two items. Whether
-# it fetches ahead decides which barriers it has.
-MMA_PLANS: tuple[tuple[PoolSpec, dict[str, Any]], ...] = (
+Plans = tuple[tuple[PoolSpec, dict[str, Any]], ...]
+
+
+def _with(plans: Plans, **knobs: Any) -> Plans:
+    return tuple((spec, own | knobs) for spec, own in plans)
+
+
+# One block that goes from item to item, where kernels do: of four strips, of five, of a warp for each of two items; one
+# warpgroup with a pair of strips, and one or two with each strip by itself.
+_MMA: Plans = (
     (PoolSpec(50, 20), {"row_blocks": 1}),
     (PoolSpec(70, 17), {"row_blocks": 1}),
     (PoolSpec(7, 20), {"row_blocks": 1, "items": 2}),
 )
+_PAIR: Plans = ((PoolSpec(70, 20), {"groups": 1}), (PoolSpec(128, 17), {"groups": 1}))
+_STRIPS: Plans = ((PoolSpec(33, 20), {"groups": 1}), (PoolSpec(137, 17), {"groups": 2}))
+_WINDOWS: Plans = (
+    (PoolSpec(70, 24), {"window": 32, "warps": 2, "across": 1, "mirror": False}),
+    (PoolSpec(70, 24), {"window": 32, "warps": 2, "across": 1, "mirror": True}),
+    (PoolSpec(70, 24), {"window": 64, "warps": 2, "across": 2, "mirror": False}),
+    (PoolSpec(40, 130), {"chunk": 64, "across": 1, "hold": False}),
+    (PoolSpec(40, 130), {"chunk": 64, "across": 2, "hold": True, "spread": True}),
+)
+# Of each algorithm, kernels that have the same points; the first are like the default ones. Others have default plans.
+VARIANTS: dict[str, dict[str, Plans]] = {
+    "one_pass_mma": {"prefetch": _with(_MMA, prefetch=True), "no prefetch": _with(_MMA, prefetch=False)},
+    "one_pass_streamed": {"windows": _WINDOWS},
+    "one_pass_wgmma": {
+        "pair, prefetch": _with(_PAIR, prefetch=True),
+        "pair, no prefetch": _with(_PAIR, prefetch=False),
+        "strips, prefetch": _with(_STRIPS, prefetch=True),
+        "strips, no prefetch": _with(_STRIPS, prefetch=False),
+    },
+}
+DEFAULT: dict[str, Plans] = {"default": tuple((spec, {}) for spec in SPECS)}
 KINDS = ("normal", "shifted", "mixed")
 ITEMS = 5
 MOST_SURVIVORS = 0.02
@@ -54,14 +83,15 @@ def points(source: str) -> list[tuple[int, str]]:
 
 
 def choice_of(spec: PoolSpec, algorithm: str, knobs: dict[str, Any]) -> Choice:
-    """The default plans, or the first that have the knobs, with one block for all items."""
+    """The default plans, or the first that have the most of the knobs, with one block for all items."""
     if not knobs:
         return choose(spec, KNOWN_GPUS[DEFAULT_GPU], algorithm)
     found, plans = find_algorithm(algorithm), []
     for direction in DIRECTIONS:
         legal = found.legal(spec, KNOWN_GPUS[DEFAULT_GPU], direction)
-        plan = next(plan for plan in legal if knobs.items() <= plan.knobs.items())
-        plans.append(found.plan_from_knobs(direction, plan.knobs | {"most_blocks": 1}))
+        plan = max(legal, key=lambda plan: len(knobs.items() & plan.knobs.items()))
+        capped = {"most_blocks": 1} if "most_blocks" in plan.knobs else {}
+        plans.append(found.plan_from_knobs(direction, plan.knobs | capped))
     return Choice(found, *plans)
 
 
@@ -113,21 +143,31 @@ class Subject:
         return None
 
 
+def function_of(source: str, line: int) -> str | None:
+    """The function of the kernel's headers that a line is in, with the number of the point among those it has."""
+    lines = source.splitlines()
+    for above in range(line - 1, -1, -1):
+        match = re.match(r"(?:  )?__device__ .*?(\w+)\(", lines[above])
+        if match:
+            number = sum(above + 1 < at < line for at, _ in points(source))
+            return f"{match[1]} {number}"
+    return None
+
+
 def credit_helpers(rows: list[dict[str, Any]]) -> None:
-    """A barrier of a function that both directions share is needed if either needs it: the survivor says which."""
-    found = {(row["direction"], row["point"], row["operation"]): row for row in rows if row["shared"]}
-    for row in found.values():
-        other = "backward" if row["direction"] == "forward" else "forward"
-        there = found.get((other, row["point"], row["operation"]))
-        if row["killed_by"] is None and there is not None and there["killed_by"] is not None:
-            row["killed_by"] = f"{other} needs it: {there['killed_by']}"
+    """A barrier of a function that kernels share is needed if one of them needs it: the survivor says which."""
+    needed = {(row["within"], row["operation"]): row for row in rows if row["shared"] and row["killed_by"]}
+    for row in rows:
+        there = needed.get((row["within"], row["operation"]))
+        if row["shared"] and row["killed_by"] is None and there is not None:
+            where = f"{there['algorithm']} {there['direction']}"
+            row["killed_by"] = (
+                f"{where} needs it: {there['killed_by'].partition(' needs it: ')[2] or there['killed_by']}"
+            )
 
 
-def mutate(algorithm: str, prefetch: bool | None = None) -> list[dict[str, Any]]:
-    """One row for each synchronisation point of an algorithm's two kernels, which fetch ahead or do not."""
-    plans: tuple[tuple[PoolSpec, dict[str, Any]], ...] = tuple((spec, {}) for spec in SPECS)
-    if prefetch is not None:
-        plans = tuple((spec, knobs | {"prefetch": prefetch}) for spec, knobs in MMA_PLANS)
+def mutate(algorithm: str, variant: str, plans: Plans) -> list[dict[str, Any]]:
+    """One row for each synchronisation point of an algorithm's two kernels, in one variant."""
     subjects = [Subject(spec, algorithm, knobs) for spec, knobs in plans]
     rows = []
     for direction in DIRECTIONS:
@@ -153,27 +193,33 @@ def mutate(algorithm: str, prefetch: bool | None = None) -> list[dict[str, Any]]
                 {
                     "algorithm": algorithm,
                     "direction": direction,
-                    "prefetch": prefetch,
+                    "variant": variant,
                     "point": number,
                     "line": line,
                     "operation": operation,
                     "shared": line < begin,
+                    "within": function_of(sources[0], line) if line < begin else None,
                     "killed_by": killed,
                 }
             )
             print(f"{algorithm} {direction} {operation} at line {line}: {killed or 'SURVIVED'}", flush=True)
-    credit_helpers(rows)
     return rows
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, help="write the result here as JSON")
+    parser.add_argument("--algorithm", choices=sorted(ALGORITHMS), help="this alone; the record's other rows are kept")
     arguments = parser.parse_args()
     rows = []
-    for algorithm in sorted(ALGORITHMS):
-        for prefetch in (True, False) if algorithm == "one_pass_mma" else (None,):
-            rows += mutate(algorithm, prefetch)
+    if arguments.algorithm and arguments.out and arguments.out.exists():
+        recorded = json.loads(arguments.out.read_text(encoding="utf-8"))["rows"]
+        rows = [row for row in recorded if row["algorithm"] != arguments.algorithm]
+    for algorithm in [arguments.algorithm] if arguments.algorithm else sorted(ALGORITHMS):
+        for variant, plans in VARIANTS.get(algorithm, DEFAULT).items():
+            rows += mutate(algorithm, variant, plans)
+    rows.sort(key=lambda row: row["algorithm"])
+    credit_helpers(rows)
     survivors = [row for row in rows if row["killed_by"] is None]
     result = {
         "specs": [spec.slug for spec in SPECS],

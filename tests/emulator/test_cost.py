@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from emulator.pools import GPU, inputs, three_pass_family
+from helpers import choice_with
 from invpool.abi import DIRECTIONS, Direction, argument_names
-from invpool.algorithms import Choice, best_plan, find_algorithm
+from invpool.algorithms import Choice, best_plan, choose, find_algorithm
 from invpool.emulator import EmulatedKernel, Output
 from invpool.emulator.pool import EmulatedPool
 from invpool.layout import wavefronts
@@ -34,7 +35,12 @@ def measured(algorithm: str, spec: PoolSpec, knobs: dict | None, direction: Dire
         assert best is not None
         wanted = [p for p in found.legal(spec, GPU, d) if knobs.items() <= p.knobs.items()] if knobs else [best[0]]
         plans.append(wanted[0])
-    pool = EmulatedPool(spec, Choice(found, *plans), "count")
+    return count(spec, Choice(found, *plans), direction)
+
+
+def count(spec: PoolSpec, choice: Choice, direction: Direction):
+    """The same of plans that are given."""
+    found, pool = choice.algorithm, EmulatedPool(spec, choice, "count")
     x, g, mask = inputs(spec, "normal", ITEMS)
     mask = None if mask is None else torch.ones_like(mask)
     state, launched = pool.run("forward", {"x": x, "mask": mask})
@@ -72,26 +78,49 @@ def test_cost_is_what_is_counted(case: str, algorithm: str, direction: Direction
     assert cost.global_wavefronts == pytest.approx(counters.global_wavefronts, rel=0.05)
 
 
-MMA_CASES = {
-    "default spec": (PoolSpec(128, 32), None),
-    "three strips, tails": (PoolSpec(37, 21), {"row_blocks": 1}),
-    "16 bits, time-major": (PoolSpec(64, 24, "float16", "bkh"), {"row_blocks": 2}),
-    "items of a warp each, masked": (PoolSpec(7, 20, masked=True), {"items": 2}),
+TENSOR_CORE_CASES: dict[str, tuple[str, PoolSpec, dict[str, object] | None]] = {
+    "default spec": ("one_pass_mma", PoolSpec(128, 32), None),
+    "three strips, tails": ("one_pass_mma", PoolSpec(37, 21), {"row_blocks": 1}),
+    "16 bits, time-major": ("one_pass_mma", PoolSpec(64, 24, "float16", "bkh"), {"row_blocks": 2}),
+    "items of a warp each, masked": ("one_pass_mma", PoolSpec(7, 20, masked=True), {"items": 2}),
+    "default spec, streamed": ("one_pass_streamed", PoolSpec(128, 32), None),
+    "some steps, staged again": (
+        "one_pass_streamed",
+        PoolSpec(70, 130, layout="bkh", masked=True),
+        {"chunk": 64, "hold": False},
+    ),
+    "mirrored, 16 bits": ("one_pass_streamed", PoolSpec(65, 24, "float16"), {"window": 32, "mirror": True}),
+    "default spec, by warpgroups": ("one_pass_wgmma", PoolSpec(128, 32), None),
+    "three strips for two warpgroups": (
+        "one_pass_wgmma",
+        PoolSpec(137, 21, layout="bkh", masked=True),
+        {"groups": 2, "prefetch": False},
+    ),
+    "one strip, 16 bits": ("one_pass_wgmma", PoolSpec(64, 24, "float16"), {"groups": 1}),
 }
+# Operations foretold over those counted, least and most: (multiply-adds), (transcendental ones).
+NEAR = {
+    "one_pass_mma": ((0.5, 1.7), (0.35, 1.1)),
+    "one_pass_streamed": ((0.45, 2.0), (0.75, 1.4)),
+    "one_pass_wgmma": ((0.75, 1.7), (0.9, 1.2)),
+}
+QUICK = ("default spec", "default spec, by warpgroups")
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize(
-    "case", [pytest.param(name, marks=[] if i < 1 else [pytest.mark.slow]) for i, name in enumerate(MMA_CASES)]
+    "case", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in TENSOR_CORE_CASES]
 )
-def test_cost_of_one_pass_mma(case: str, direction: Direction) -> None:
-    """Exact for the bytes alone. Its operations are an estimate, its barriers and passes of memory not foretold yet."""
-    spec, knobs = MMA_CASES[case]
-    cost, counters, dram = measured("one_pass_mma", spec, knobs, direction)
+def test_cost_on_tensor_cores(case: str, direction: Direction) -> None:
+    """Exact for the bytes alone. Operations are an estimate, barriers and passes of memory not foretold yet."""
+    algorithm, spec, knobs = TENSOR_CORE_CASES[case]
+    choice = choice_with(spec, algorithm, knobs, GPU) if knobs else choose(spec, GPU, algorithm)
+    cost, counters, dram = count(spec, choice, direction)
     assert cost.dram_bytes + spec.scalar_bytes == dram  # the scale
     assert cost.barriers is None
-    assert 0.5 < cost.fma / counters.issued.fma_class < 1.7
-    assert 0.35 < cost.mufu / counters.issued.transcendental < 1.1
+    (least_fma, most_fma), (least_mufu, most_mufu) = NEAR[algorithm]
+    assert least_fma < cost.fma / counters.issued.fma_class < most_fma
+    assert least_mufu < cost.mufu / counters.issued.transcendental < most_mufu
 
 
 def test_the_ablation_costs_what_it_is_kept_to_show() -> None:

@@ -1,4 +1,4 @@
-"""Numbers that are hard on one_pass_mma, whose scores are made of fp16 numbers."""
+"""Numbers that are hard on the algorithms on tensor cores, whose scores are made of fp16 numbers."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from emulator.pools import GPU
+from helpers import choice_with
 from invpool.abi import DIRECTIONS
 from invpool.algorithms import Choice, find_algorithm
 from invpool.check import tolerance
@@ -19,30 +20,35 @@ from invpool.reference import composite, norm_error, pool_ref
 from invpool.spec import PoolSpec
 
 ITEMS = 8
-# (spec, plan knobs): strips of 1, 3, 4 and one of two blocks; items of a warp each; both layouts.
-POOLS: dict[str, tuple[PoolSpec, dict[str, object]]] = {
-    "three strips": (PoolSpec(33, 6), {"row_blocks": 1}),
-    "two strips of two blocks": (PoolSpec(64, 32), {"row_blocks": 2}),
-    "masked": (PoolSpec(40, 17, masked=True), {"row_blocks": 1, "prefetch": False}),
-    "items of a warp each": (PoolSpec(7, 20, layout="bkh"), {"items": 4}),
-    "four strips, time-major": (PoolSpec(60, 11, layout="bkh"), {"row_blocks": 1}),
+# (algorithm, spec, plan knobs): strips of 1, 3, 4 and one of two blocks; items of a warp each; both layouts; windows
+# with all steps and with some; warpgroups of a strip each, and one that has both strips of a pair.
+POOLS: dict[str, tuple[str, PoolSpec, dict[str, object]]] = {
+    "three strips": ("one_pass_mma", PoolSpec(33, 6), {"row_blocks": 1}),
+    "two strips of two blocks": ("one_pass_mma", PoolSpec(64, 32), {"row_blocks": 2}),
+    "masked": ("one_pass_mma", PoolSpec(40, 17, masked=True), {"row_blocks": 1, "prefetch": False}),
+    "items of a warp each": ("one_pass_mma", PoolSpec(7, 20, layout="bkh"), {"items": 4}),
+    "four strips, time-major": ("one_pass_mma", PoolSpec(60, 11, layout="bkh"), {"row_blocks": 1}),
+    "windows": ("one_pass_streamed", PoolSpec(33, 6), {"window": 16, "warps": 2, "mirror": False}),
+    "mirrored windows": (
+        "one_pass_streamed",
+        PoolSpec(40, 17, masked=True),
+        {"window": 32, "warps": 2, "mirror": True},
+    ),
+    "windows of some steps": ("one_pass_streamed", PoolSpec(34, 130, layout="bkh"), {"chunk": 64, "warps": 2}),
+    "a pair of strips": ("one_pass_wgmma", PoolSpec(70, 6), {"groups": 1, "prefetch": True}),
+    "two warpgroups": ("one_pass_wgmma", PoolSpec(70, 20, layout="bkh"), {"groups": 2, "prefetch": True}),
+    "one strip, masked": ("one_pass_wgmma", PoolSpec(40, 17, masked=True), {"groups": 1, "prefetch": False}),
 }
-QUICK = ("three strips", "items of a warp each")
+QUICK = ("three strips", "items of a warp each", "windows", "a pair of strips")
 _made: dict[tuple[str, str], EmulatedPool] = {}
 
 
 def pool_of(name: str, dtype: str = "float32") -> EmulatedPool:
-    """One block of each kernel, which goes from item to item."""
+    """One block of each kernel, which goes from item to item where it can."""
     if (name, dtype) not in _made:
-        spec, knobs = POOLS[name]
-        found = find_algorithm("one_pass_mma")
+        algorithm, spec, knobs = POOLS[name]
         spec = dataclasses.replace(spec, dtype=dtype)  # type: ignore[arg-type]
-        plans = [
-            next(p for p in found.legal(spec, GPU, direction) if knobs.items() <= p.knobs.items())
-            for direction in DIRECTIONS
-        ]
-        choice = Choice(found, *(dataclasses.replace(plan, most_blocks=1) for plan in plans))  # type: ignore[call-arg]
-        _made[name, dtype] = EmulatedPool(spec, choice)
+        _made[name, dtype] = EmulatedPool(spec, choice_with(spec, algorithm, knobs, GPU, one_block=True))
     return _made[name, dtype]
 
 
@@ -161,8 +167,9 @@ def test_gradients(name: str, kind: str, size: float) -> None:
     check(pool, x, size * gradient(pool.spec), slack=3, floor=1e-4 if size < 1e-37 else 0)
 
 
-def test_one_row_of_a_huge_gradient() -> None:
-    pool = pool_of("three strips")
+@pytest.mark.parametrize("name", ["three strips", "windows", "a pair of strips"])
+def test_one_row_of_a_huge_gradient(name: str) -> None:
+    pool = pool_of(name)
     g = gradient(pool.spec)
     g[:, 0] *= 1e8
     check(pool, normal(pool.spec), g)
@@ -170,15 +177,23 @@ def test_one_row_of_a_huge_gradient() -> None:
 
 @pytest.mark.parametrize("factor", [1e-4, 1.0, 100.0, 1e4])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_16_bits_up_to_their_end(dtype: str, factor: float) -> None:
-    pool = pool_of("three strips", dtype)
+@pytest.mark.parametrize("name", ["three strips", "windows", "a pair of strips"])
+def test_16_bits_up_to_their_end(name: str, dtype: str, factor: float, request: pytest.FixtureRequest) -> None:
+    if (name, dtype, factor) == ("a pair of strips", "float16", 100.0):
+        # Of all three algorithms where items have 70 variates; one_pass has 2e-4 there, the composite infinity.
+        reason = "x * sqrt(scale) is rounded to one fp16 number: of scores of 10^4, near ties are decided wrongly"
+        request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
+    pool = pool_of(name, dtype)
     check(pool, (factor * normal(pool.spec)).clamp(-65000, 65000), gradient(pool.spec), slack=3)
 
 
 @pytest.mark.parametrize("ratio", [1e2, 1e4, 1e6])
 @pytest.mark.parametrize("name", POOL_NAMES)
-def test_variates_of_very_different_sizes(name: str, ratio: float) -> None:
+def test_variates_of_very_different_sizes(name: str, ratio: float, request: pytest.FixtureRequest) -> None:
     """One variate of 100, others of 0.01: scores between the two are of size 1. Each has its own power of two."""
+    if "windows" in name:
+        reason = "one power of two an item: fp16 pairs have 2^-25 as their last bit, which is much of a small variate"
+        request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
     pool = pool_of(name)
     x = normal(pool.spec)
     x[:, -1] *= ratio
@@ -213,10 +228,14 @@ def test_items_of_every_kind_take_nothing_along_from_each_other(name: str) -> No
                 assert torch.equal(got[place].nan_to_num(7.5), expected[0].nan_to_num(7.5)), (order, item)
 
 
-def test_a_long_unnormalised_series_stays_exact() -> None:
-    """100 +- 0.05 in float32, as README has it, at the largest shape of whole items near that of the goal."""
-    spec = PoolSpec(128, 168)
-    found = find_algorithm("one_pass_mma")
+@pytest.mark.parametrize(
+    ("algorithm", "shape"),
+    [("one_pass_mma", (128, 168)), ("one_pass_streamed", (137, 168)), ("one_pass_wgmma", (137, 128))],
+)
+def test_a_long_unnormalised_series_stays_exact(algorithm: str, shape: tuple[int, int]) -> None:
+    """100 +- 0.05 in float32, as README has it, at the largest shape that the algorithm takes near that of the goal."""
+    spec = PoolSpec(*shape)
+    found = find_algorithm(algorithm)
     pool = EmulatedPool(spec, Choice(found, *(found.legal(spec, GPU, d)[0] for d in DIRECTIONS)))
     x = (100 + 0.05 * normal(spec, 2)).float()
     g = gradient(spec, 2).float()

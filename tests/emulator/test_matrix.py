@@ -13,6 +13,7 @@ import os
 import pytest
 
 from emulator.pools import default_choice, guarded, inputs, random_choice
+from helpers import TENSOR_CORES
 from invpool.algorithms import ALGORITHMS
 from invpool.check import tolerance
 from invpool.emulator.pool import EmulatedPool
@@ -26,11 +27,10 @@ PAIRS = [
     (SIZES[i], SIZES[(step * i + shift) % len(SIZES)]) for step, shift in ((1, 0), (5, 4)) for i in range(len(SIZES))
 ]
 PAIRS.remove((257, 257))  # needs more shared memory than a block of any GPU has
-# Tensor cores multiply fp16 numbers, of which no few make a float64.
 COMBINATIONS = [
     combination
     for combination in itertools.product(sorted(ALGORITHMS), DTYPES, LAYOUTS)
-    if combination[:2] != ("one_pass_mma", "float64")
+    if combination[0] not in TENSOR_CORES or combination[1] != "float64"
 ]
 STRIDE = 6
 FEWEST_ROWS = 512  # as in invpool.check
@@ -64,14 +64,15 @@ def test_against_float64(algorithm: str, spec: PoolSpec, position: int) -> None:
         choice = default_choice(spec, algorithm) if position % 2 else random_choice(spec, algorithm)
     except (PlanError, IndexError):
         # random_choice has nothing to draw from either: the item must be larger than a block's shared memory, or, in
-        # one_pass_mma's backward, its rows of dx than a thread's registers.
-        too_many = algorithm == "one_pass_mma" and spec.K > 224 and spec.H > 16
-        assert too_many or spec.H * (spec.K + 2) * spec.scalar_bytes > 227 * 1024
+        # one_pass_mma's backward and both directions of one_pass_wgmma, its rows than a thread's registers.
+        longest = {"one_pass_mma": 224 if spec.H > 16 else 257, "one_pass_wgmma": 128}.get(algorithm, 257)
+        assert algorithm not in ("one_pass", "one_pass_streamed")
+        assert spec.K > longest or spec.H * (spec.K + 2) * spec.scalar_bytes > 227 * 1024
         return
     pool = EmulatedPool(spec, choice)
     kinds = ("normal", "large", "shifted")
     for shift, kind in enumerate(kinds):
-        rows = FEWEST_ROWS_OF_TINY_ITEMS if spec.H <= 3 and algorithm == "one_pass_mma" else FEWEST_ROWS
+        rows = FEWEST_ROWS_OF_TINY_ITEMS if spec.H <= 3 and algorithm in TENSOR_CORES else FEWEST_ROWS
         x, g, mask = inputs(spec, kind, items=max(2, rows // spec.H))
         x, g = guarded(x, shift), guarded(g, shift)  # a view may start at any element
         truth = pool_ref(x, g, spec.layout, mask=mask)
@@ -84,10 +85,18 @@ def test_against_float64(algorithm: str, spec: PoolSpec, position: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "H"), [("one_pass", 1025), ("one_pass_mma", 1024), ("recompute", 1000), ("three_pass", 1000)]
+    ("algorithm", "H"),
+    [
+        ("one_pass", 1025),
+        ("one_pass_mma", 768),
+        ("one_pass_streamed", 1025),
+        ("one_pass_wgmma", 1025),
+        ("recompute", 1000),
+        ("three_pass", 1000),
+    ],
 )
 def test_sums_over_many_variates_keep_their_digits(algorithm: str, H: int) -> None:
-    """Summed in one chain, a thousand terms cost dx more than twice the composite's error."""
+    """Summed in one chain, so many terms cost dx more than twice the composite's error."""
     spec = PoolSpec(H, 1)
     pool = EmulatedPool(spec, default_choice(spec, algorithm))
     x, g, _ = inputs(spec, "normal", items=1)

@@ -31,9 +31,10 @@ def test_the_record_has_every_synchronisation_point() -> None:
     spec = PoolSpec.from_slug(record["specs"][0])
     for algorithm in ALGORITHMS:
         for direction, source in EmulatedPool(spec, default_choice(spec, algorithm)).sources.items():
-            rows = [r for r in record["rows"] if (r["algorithm"], r["direction"]) == (algorithm, direction)]
-            # Of kernels that may fetch ahead, the default ones do.
-            operations = [row["operation"] for row in rows if row.get("prefetch") is not False]
+            variant = next(iter(_tool.VARIANTS.get(algorithm, _tool.DEFAULT)))
+            wanted = (algorithm, direction, variant)
+            rows = [r for r in record["rows"] if (r["algorithm"], r["direction"], r["variant"]) == wanted]
+            operations = [row["operation"] for row in rows]
             assert [operation for _, operation in points(source)] == operations, (algorithm, direction)
 
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 
 from emulator.pools import GPU, guarded, inputs, three_pass_family
-from invpool.abi import DIRECTIONS
-from invpool.algorithms import Choice, find_algorithm
+from helpers import choice_with
 from invpool.check import tolerance
 from invpool.emulator.pool import EmulatedPool
 from invpool.reference import composite_errors, norm_error, pool_ref
@@ -64,26 +61,47 @@ MMA_CASES = {
     "bfloat16, time-major": (PoolSpec(34, 11, "bfloat16", "bkh"), {"row_blocks": 2, "prefetch": False}, "large", 1),
     "one variate of one step": (PoolSpec(1, 1), {"row_blocks": 1}, "shifted", 0),
 }
+# Windows with all steps and with some, held and not; pairs of tiles once; warps across columns.
+STREAMED_CASES = {
+    "windows, a tail of rows and steps": (PoolSpec(37, 21), {"window": 16, "warps": 2, "across": 1}, "normal", 1),
+    "mirrored tiles": (PoolSpec(40, 17, masked=True), {"window": 32, "warps": 2, "mirror": True}, "shifted", 0),
+    "one window, read at once": (PoolSpec(15, 7, layout="bkh"), {"prefetch": False}, "large", 3),
+    "warps across": (PoolSpec(70, 24), {"window": 64, "warps": 2, "across": 2, "mirror": False}, "normal", 0),
+    "some steps, held": (PoolSpec(34, 130, "bfloat16"), {"chunk": 64, "hold": True, "across": 1}, "normal", 1),
+    "some steps, staged again": (PoolSpec(34, 130), {"chunk": 96, "hold": False, "across": 1}, "shifted", 0),
+    "some steps, spread": (PoolSpec(33, 131, layout="bkh"), {"chunk": 64, "across": 2, "spread": True}, "normal", 1),
+    "windows of two blocks, float16": (PoolSpec(65, 24, "float16"), {"row_blocks": 2, "window": 32}, "normal", 1),
+    "a window for one variate": (PoolSpec(1, 1), {"window": 16}, "shifted", 0),
+}
+WGMMA_CASES = {
+    "a strip, a tail of rows and steps": (PoolSpec(33, 21), {"groups": 1, "prefetch": True}, "normal", 1),
+    "a strip, read at once, masked": (PoolSpec(40, 17, masked=True), {"groups": 1, "prefetch": False}, "shifted", 0),
+    "a pair of strips": (PoolSpec(70, 20), {"groups": 1, "prefetch": True}, "normal", 1),
+    "a pair of strips, time-major": (PoolSpec(100, 11, layout="bkh"), {"groups": 1, "prefetch": False}, "shifted", 2),
+    "a warpgroup a strip": (PoolSpec(70, 9, masked=True), {"groups": 2, "prefetch": True}, "large", 0),
+    "a warpgroup for two of three strips": (PoolSpec(137, 18), {"groups": 2, "prefetch": False}, "normal", 1),
+    "three warpgroups": (PoolSpec(137, 8, layout="bkh"), {"groups": 3, "prefetch": True}, "normal", 3),
+    "warpgroups of float16": (PoolSpec(70, 24, "float16"), {"groups": 2, "prefetch": True}, "normal", 1),
+    "a pair in bfloat16": (PoolSpec(66, 11, "bfloat16", "bkh"), {"groups": 1, "prefetch": True}, "large", 1),
+    "a strip for one variate": (PoolSpec(1, 1), {"groups": 1}, "shifted", 0),
+}
 SUBJECTS = [(algorithm, case) for algorithm in three_pass_family() for case in CASES]
-SUBJECTS += [("one_pass", case) for case in ONE_PASS_CASES]
-SUBJECTS += [("one_pass_mma", case) for case in MMA_CASES]
-QUICK = ("centred items", "centred, part of a tile", "four strips, odd steps off their alignment")
-OF_ALGORITHM = {"one_pass": ONE_PASS_CASES, "one_pass_mma": MMA_CASES}
+OF_ALGORITHM = {
+    "one_pass": ONE_PASS_CASES,
+    "one_pass_mma": MMA_CASES,
+    "one_pass_streamed": STREAMED_CASES,
+    "one_pass_wgmma": WGMMA_CASES,
+}
+SUBJECTS += [(algorithm, case) for algorithm, cases in OF_ALGORITHM.items() for case in cases]
+QUICK = (
+    *("centred items", "centred, part of a tile", "four strips, odd steps off their alignment"),
+    *("windows, a tail of rows and steps", "a pair of strips"),
+)
 
 
 def _pool(algorithm: str, spec: PoolSpec, knobs: dict, build: str) -> EmulatedPool:
-    found = find_algorithm(algorithm)
-    plans = []
-    for direction in DIRECTIONS:
-        # Wide tiles are forward's alone.
-        wanted = knobs if direction == "forward" else {name: knobs[name] for name in knobs if name != "columns"}
-        wanted = wanted if algorithm == "one_pass_mma" else knobs
-        legal = [p for p in found.legal(spec, GPU, direction) if wanted.items() <= p.knobs.items()]
-        assert legal, f"no legal {direction} plan of {algorithm} has {wanted}"
-        # A persistent kernel has fewer blocks than items here, so that they go from one to the next.
-        capped = {"most_blocks": 1} if legal[0].knobs.get("most_blocks") else {}
-        plans.append(dataclasses.replace(legal[0], **capped))
-    return EmulatedPool(spec, Choice(found, *plans), build)
+    # A persistent kernel has fewer blocks than items here, so that they go from one to the next.
+    return EmulatedPool(spec, choice_with(spec, algorithm, knobs, GPU, one_block=True), build)
 
 
 @pytest.mark.parametrize("build", ["address", "thread"])

@@ -1,4 +1,4 @@
-"""The streamed form of ``one_pass_mma`` under chosen plans, against float64: every path of its kernels."""
+"""``one_pass_streamed`` under chosen plans, against float64: every path of its kernels."""
 
 from __future__ import annotations
 

@@ -11,7 +11,8 @@
 // into G = dS[i,j] + dS[j,i], passed through shared memory, and multiplied with the staged columns.
 //
 // problem     x[B,H,K], H=128, K=32, float32, exact
-// plan        one_pass backward: rows=64 columns=64 thread_rows=4 thread_columns=4 k_step=32 items=1 registers=128
+// plan        one_pass backward: rows=64 columns=64 thread_rows=4 thread_columns=4 k_step=32 items=1
+//             registers=128
 // launch      grid B * 2, 256 threads, 37888 bytes of dynamic shared memory
 // regenerate  invpool generate --H 128 --K 32 --algorithm one_pass
 

@@ -10,7 +10,8 @@
 // gathered as sum and sum * m. The threads that share a row combine what they have at the end.
 //
 // problem     x[B,H,K], H=128, K=32, float32, exact
-// plan        one_pass forward: rows=64 columns=64 thread_rows=4 thread_columns=4 k_step=32 items=1 registers=128
+// plan        one_pass forward: rows=64 columns=64 thread_rows=4 thread_columns=4 k_step=32 items=1
+//             registers=128
 // launch      grid B * 2, 256 threads, 18944 bytes of dynamic shared memory
 // regenerate  invpool generate --H 128 --K 32 --algorithm one_pass
 

@@ -15,7 +15,8 @@ import pytest
 import torch
 
 import invpool
-from helpers import REPO, random_input
+from helpers import REPO, random_input, runnable
+from invpool.algorithms import find_algorithm
 from invpool.compile import has_pycuda
 from invpool.reference import norm_error, pool_ref
 from invpool.runtime import GeneratedOp
@@ -23,9 +24,10 @@ from invpool.spec import PoolSpec
 
 GpuOp = Callable[..., GeneratedOp]
 GpuPackage = Callable[..., Path]
+FASTEST = [name for name in runnable() if name not in ("recompute", "three_pass")]
 
 
-@pytest.mark.parametrize("algorithm", ["one_pass", "one_pass_mma"])
+@pytest.mark.parametrize("algorithm", FASTEST)
 def test_batches_beyond_the_grid_axes_that_stop_at_65535(gpu_op: GpuOp, algorithm: str) -> None:
     for spec, batches in ((PoolSpec(7, 8), (65535, 65536, 70001)), (PoolSpec(1, 1), (65536,))):
         op = gpu_op(spec, algorithm)
@@ -41,7 +43,7 @@ def test_batches_beyond_the_grid_axes_that_stop_at_65535(gpu_op: GpuOp, algorith
             assert torch.equal(torch.autograd.grad(op(last), last, g[-1:])[0][0], dx[-1])
 
 
-@pytest.mark.parametrize("algorithm", ["one_pass", "one_pass_mma", "three_pass"])
+@pytest.mark.parametrize("algorithm", [*FASTEST, "three_pass"])
 def test_offsets_beyond_32_bits(gpu_op: GpuOp, algorithm: str) -> None:
     """x has 2.2e9 elements, and so has the attention scratch: wrapped offsets would hit the first items."""
     spec = PoolSpec(256, 104, "float16")
@@ -71,7 +73,7 @@ def test_empty_batch_launches_nothing(gpu_op: GpuOp) -> None:
     torch.testing.assert_close(op(torch.ones(1, 7, 8, device="cuda")), torch.ones(1, 7, device="cuda"))
 
 
-@pytest.mark.parametrize("algorithm", ["one_pass", "one_pass_mma"])
+@pytest.mark.parametrize("algorithm", FASTEST)
 def test_the_current_stream_is_used(gpu_op: GpuOp, algorithm: str) -> None:
     op = gpu_op(PoolSpec(21, 96), algorithm)
     y = torch.randn(8, 21, 96, device="cuda")
@@ -89,7 +91,7 @@ def test_the_current_stream_is_used(gpu_op: GpuOp, algorithm: str) -> None:
         assert torch.equal(z, expected)  # on another stream it would have read zeros
 
 
-@pytest.mark.parametrize("algorithm", ["one_pass", "one_pass_mma"])
+@pytest.mark.parametrize("algorithm", FASTEST)
 def test_backward_in_autograds_thread_and_in_threads_of_our_own(gpu_op: GpuOp, algorithm: str) -> None:
     op = gpu_op(PoolSpec(21, 96), algorithm)
 
@@ -134,7 +136,7 @@ def test_a_fresh_thread_may_be_the_first_to_load(gpu_package: GpuPackage, tmp_pa
     torch.testing.assert_close(got[0], torch.ones(1, 7, device="cuda"))
 
 
-@pytest.mark.parametrize("algorithm", ["one_pass", "one_pass_mma"])
+@pytest.mark.parametrize("algorithm", FASTEST)
 def test_capture_cold_is_one_clear_error_and_warm_replays_bitwise(
     gpu_package: GpuPackage, tmp_path: Path, algorithm: str
 ) -> None:
@@ -179,7 +181,7 @@ def test_opcheck(gpu_op: GpuOp, spec: PoolSpec, variant: str) -> None:
     torch.library.opcheck(raw.backward.default, (g, x, None, mask, *state))
 
 
-@pytest.mark.parametrize("algorithm", ["one_pass", "one_pass_mma"])
+@pytest.mark.parametrize("algorithm", FASTEST)
 def test_strides_and_broadcast_gradients(gpu_op: GpuOp, algorithm: str) -> None:
     op = gpu_op(PoolSpec(21, 9), algorithm)
     raw = torch.randn(21, 4, 9, device="cuda")
@@ -221,7 +223,7 @@ def test_gradcheck_and_double_backward(gpu_op: GpuOp) -> None:
     assert torch.autograd.gradgradcheck(op, (x,))
 
 
-@pytest.mark.parametrize("algorithm", ["one_pass", "one_pass_mma"])
+@pytest.mark.parametrize("algorithm", [name for name in FASTEST if not find_algorithm(name).only_oldest])
 def test_ptx_alone_serves_a_gpu_that_no_cubin_is_for(gpu_package: GpuPackage, tmp_path: Path, algorithm: str) -> None:
     folder = tmp_path / "ptx"
     shutil.copytree(gpu_package(PoolSpec(21, 9), algorithm), folder)

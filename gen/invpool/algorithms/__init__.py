@@ -112,9 +112,10 @@ def choose(
             choices.append(Choice(candidate, best["forward"][0], best["backward"][0]))
             continue
         direction = next(direction for direction in DIRECTIONS if not best[direction])
-        # The plan that asks for least stands for the space: its reason is the one that cannot be evaded.
+        # The plan that asks for least stands for the space: its reason is the one that cannot be evaded. Of equals, the
+        # last: a space begins with what is liked best, wide tiles and shared blocks.
         plans = list(candidate.candidates(spec, direction))
-        least = min(plans, key=lambda plan: candidate.layout(spec, plan).bytes)
+        least = min(reversed(plans), key=lambda plan: candidate.launch(spec, plan).shared_bytes)
         reasons.append(f"{candidate.name} {direction}: {candidate.reject(spec, least, gpu)}")
     if not choices:
         raise PlanError(f"no legal plan for {spec.slug} on {gpu.name}:\n  " + "\n  ".join(reasons))

@@ -25,6 +25,7 @@ struct Product {
   friend Counted<T> operator+(Product a, Product b) { return a + Counted<T>(b); }
   friend Counted<T> operator-(Product a, Product b) { return a - Counted<T>(b); }
   friend Counted<T> sqrt(Product a) { return sqrt(Counted<T>(a)); }
+  friend Counted<T> log2(Product a) { return log2(Counted<T>(a)); }
 };
 
 // Operands come by value: an operand in memory is then read where the source names it, once.
@@ -34,7 +35,7 @@ struct Counted {
 
   Counted() = default;
   template <class U>
-  Counted(U other) : value(static_cast<T>(other)) {}
+  constexpr Counted(U other) : value(static_cast<T>(other)) {}
   Counted(Product<T> product) : value(product.value) { count(kMultiply); }
 
   explicit operator T() const { return value; }

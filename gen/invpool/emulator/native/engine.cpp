@@ -57,6 +57,9 @@ constexpr unsigned kWarp = 32;
 constexpr std::size_t kStackBytes = std::size_t(256) << 10;
 constexpr std::size_t kGuardBytes = std::size_t(64) << 10;  // a page on every CPU that Linux runs on
 constexpr unsigned kPoison = 0xff;  // NaN in every floating-point type, when all bytes are so
+// What a product gives that is not a number. A GPU's own is 0x7fffffff, of which a minus sign would make poison here;
+// there every sum and product makes it the same again.
+constexpr unsigned kNotANumber = 0x7fc00000u;
 constexpr std::size_t kMostArguments = 32;
 constexpr unsigned kGroups = 16;  // named barriers; the first is that of __syncthreads
 constexpr unsigned kWarpgroup = 128;
@@ -512,7 +515,7 @@ void multiply(Matrices& warp) {
     const unsigned group = lane / 4, pair = 2 * (lane % 4);
     for (unsigned i = 0; i < 4; ++i) {
       const auto sum = static_cast<float>(sums[group + 8 * (i / 2)][pair + i % 2]);
-      warp.taken[lane].words[i] = std::isnan(sum) ? 0x7fffffffu : bits_of(sum);
+      warp.taken[lane].words[i] = std::isnan(sum) ? kNotANumber : bits_of(sum);
     }
   }
 }
@@ -564,7 +567,7 @@ void multiply(GroupProduct& one) {
         for (unsigned i = 0; i < 4; ++i) {
           for (unsigned j = 0; j < 2; ++j) {
             const auto value = static_cast<float>(sum[i][j]);
-            mine[i][j] = std::isnan(value) ? float_of(0x7fffffffu) : value;
+            mine[i][j] = std::isnan(value) ? float_of(kNotANumber) : value;
           }
         }
       }
