@@ -413,12 +413,12 @@ __device__ inline Scalar scalar_of(unsigned bits) {
   return value;
 }
 
-// Whether an item wants a second look: it trips a guard, or none of its variates is far from the first; `far` is left to
-// say whether one is. On the way, the
+// Whether an item wants a second look: it trips a guard, or none of its variates is far from the first. `trips` and `far`
+// are left to say so of the item. On the way, the
 // largest values of its threads: none of them negative, so that their bits are ordered as they are, NaN on top.
 // room: one pack a warp, which nothing else uses.
 template <int COUNT>
-__device__ inline bool wants_more(bool trips, bool& far, Scalar* largest, Pack<unsigned, 4>* room) {
+__device__ inline bool wants_more(bool& trips, bool& far, Scalar* largest, Pack<unsigned, 4>* room) {
   Pack<unsigned, 4> seen{};
   seen.lane[0] = (__any_sync(0xffffffffu, trips) ? 1 : 0) | (__any_sync(0xffffffffu, far) ? 2 : 0);
 #pragma unroll
@@ -438,6 +438,7 @@ __device__ inline bool wants_more(bool trips, bool& far, Scalar* largest, Pack<u
   }
 #pragma unroll
   for (int i = 0; i < COUNT; ++i) largest[i] = scalar_of(seen.lane[1 + i]);
+  trips = (seen.lane[0] & 1) != 0;
   far = (seen.lane[0] & 2) != 0;
   return seen.lane[0] != 2;
 }
@@ -544,7 +545,6 @@ template <bool CENTRED>
 struct Stager {
   const ItemView& item;
   int centre;
-  Scalar factor;
   bool aligned;  // a contiguous view may start at any element
 
   __device__ Pack<Element, kStageWidth> load(const Element* from) const {
@@ -559,7 +559,8 @@ struct Stager {
     if constexpr (kVariateMajor) return (i * kStageLanes + part) % 4 == 0;
     return i == 0 && part == 0;
   }
-  __device__ Scalar stage(Element element, int h, int k, Scalar& sum, Scalar& norm, Scalar& with_centre) const {
+  __device__ Scalar stage(
+      Element element, Scalar factor, int h, int k, Scalar& sum, Scalar& norm, Scalar& with_centre) const {
     Scalar value = to_scalar(element);
     if constexpr (CENTRED) value -= item.at(centre, k);
     if (kMasked && !item.takes_part(h)) value = 0;
@@ -574,11 +575,15 @@ struct Stager {
 // Stages the item and calls keep(h, what was learnt) once a variate, by the lane that has it.
 // c is row `centre`, or nothing, to which variates are only compared. A variate that takes no part is staged as zeros:
 // nothing of it, NaN included, is seen.
+// units: null, or what each variate is multiplied by beside the factor.
 template <bool CENTRED, class Keep>
-__device__ inline void stage(const ItemView& item, int centre, Scalar factor, unsigned char* planes, int thread, Keep&& keep) {
+__device__ inline void stage(
+    const ItemView& item, int centre, Scalar factor, const Scalar* units, unsigned char* planes, int thread,
+    Keep&& keep) {
   constexpr int kWidth = kStageWidth;
   const bool aligned = reinterpret_cast<unsigned long long>(item.x) % (kWidth * sizeof(Element)) == 0;
-  const Stager<CENTRED> stager{item, centre, factor, aligned};
+  const Stager<CENTRED> stager{item, centre, aligned};
+  const auto factor_of = [&](int h) { return units == nullptr || h >= kH ? factor : factor * units[h]; };
   if constexpr (kVariateMajor) {
     // kStageLanes neighbours share a variate and take turns along its packs.
     constexpr int kPacks = kK / kWidth;
@@ -586,6 +591,7 @@ __device__ inline void stage(const ItemView& item, int centre, Scalar factor, un
 #pragma unroll 1
     for (int first = 0; first < kH; first += kItemThreads / kStageLanes) {
       const int h = first + thread / kStageLanes, order = order_of(h);
+      const Scalar own_factor = factor_of(h);
       ClassSums sum, with_centre;
       Nearness nearness;
       Scalar norm = 0;
@@ -607,7 +613,7 @@ __device__ inline void stage(const ItemView& item, int centre, Scalar factor, un
             Scalar v[kWidth];
 #pragma unroll
             for (int e = 0; e < kWidth; ++e) {
-              v[e] = stager.stage(pack[i].lane[e], h, k + e, sum.of_class[i], norm, with_centre.of_class[i]);
+              v[e] = stager.stage(pack[i].lane[e], own_factor, h, k + e, sum.of_class[i], norm, with_centre.of_class[i]);
             }
             store_parts(planes + plane_at(h, k), v);
           }
@@ -631,7 +637,9 @@ __device__ inline void stage(const ItemView& item, int centre, Scalar factor, un
       const int h = first + (thread / 32 * kAcross + thread % kAcross) * kWidth, order = order_of(h);
       ClassSums sum[kWidth], with_centre[kWidth];
       Nearness nearness[kWidth];
-      Scalar norm[kWidth] = {};
+      Scalar norm[kWidth] = {}, own_factor[kWidth];
+#pragma unroll
+      for (int e = 0; e < kWidth; ++e) own_factor[e] = factor_of(h + e);
       if (h < kH) {
 #pragma unroll 1
         for (int turn = 0; turn < kK; turn += 8) {
@@ -649,7 +657,7 @@ __device__ inline void stage(const ItemView& item, int centre, Scalar factor, un
 #pragma unroll
             for (int e = 0; e < kWidth; ++e) {
               if (!CENTRED && stager.samples(i, part)) nearness[e].add(to_scalar(pack[i].lane[e]), item.at(centre, k));
-              v[e] = stager.stage(pack[i].lane[e], h + e, k, sum[e].of_class[i], norm[e], with_centre[e].of_class[i]);
+              v[e] = stager.stage(pack[i].lane[e], own_factor[e], h + e, k, sum[e].of_class[i], norm[e], with_centre[e].of_class[i]);
             }
             store_parts(planes + plane_at(h, k), v);
           }
@@ -684,48 +692,70 @@ constexpr int kPlainOffset = 512;
 struct Staging {
   int centre = -1;  // the row taken off, -1: none
   Scalar centre_mean = 0;
-  Scalar factor = 0;  // what x - c was multiplied by
-  Scalar unit = 1;  // scores are unit * <v_h, v_j> + offset of j
+  Scalar factor = 0;  // x - c is v * (unit / 2^reach) / factor
+  Scalar sign = 1;  // scores are sign * unit of h * unit of j * <v_h, v_j> + offset of j
+  int reach = 0;  // the largest unit is 2^reach
   Scalar top_offset = 0;  // the largest offset, which weights are relative to
-  bool plain = true;  // unshifted exponentials neither overflow nor vanish
+  bool plain = true;  // unshifted exponentials neither overflow nor vanish, and all units are 1
 };
 
 __device__ inline Scalar power_of_two(int exponent) { return scalar_of(static_cast<unsigned>(127 + exponent) << 23); }
 
-// Stages an item again that is near its first variate, unless a sample was far, or whose scores are large, or whose scale
-// is negative.
-// keep(h, mean, offset) is called once a variate, where it is staged; the threads of the item agree on the rest.
+// A number is at least 2^this and less than twice that; 0 where there is none that power_of_two has, either sign.
+__device__ inline int exponent_of(Scalar value) {
+  const int exponent = static_cast<int>(bits_of(value) >> 23 & 255) - 127;
+  return exponent > -127 && exponent < 127 ? exponent : 0;
+}
+
+// Stages an item again that is near its first variate, unless a sample was far; or that trips a guard, or whose scale is
+// negative. keep(h, mean, offset) is called once a variate, where it is staged; the threads of the item agree on the
+// rest, and on units[kRowsPadded], of which they keep one a variate: it must be behind a barrier before it is read.
+//
+// fp16 ends at 65504, and a pair of its numbers has 22 bits only down to 2^-3. Where scores are large, a variate is staged
+// as so many times smaller or larger that it just fits, whatever the sizes of the others; a centred item as a whole.
 template <class Keep>
 __device__ inline Staging stage_special(
-    const ItemView& item, bool far, Scalar scale, Scalar factor, unsigned char* planes, Scalar* room, int thread,
-    Keep&& keep) {
+    const ItemView& item, bool trips, bool far, Scalar scale, Scalar factor, unsigned char* planes, Scalar* units,
+    Scalar* room, int thread, Keep&& keep) {
+  constexpr int kFits = 13;  // numbers below 2^14, so that their sums and differences do, too
+  constexpr int kMostReach = 44;  // the square of such numbers still fits a float32, as a score
   Staging how;
   const int first = item.first_taking_part();
   bool near = first < kH && !far;
   Scalar largest = 0;
 #pragma unroll 1
   for (int h = thread; h < kH && first < kH; h += kItemThreads) {
-    if (!item.takes_part(h)) continue;
     Nearness row;
-    int k = h % kK;  // variates begin on the same bank
+    if (item.takes_part(h)) {
+      int k = h % kK;  // variates begin on the same bank
 #pragma unroll 4
-    for (int i = 0; i < kK; ++i) {
-      row.add(item.at(h, k), item.at(first, k));
-      k = k + 1 < kK ? k + 1 : 0;
+      for (int i = 0; i < kK; ++i) {
+        row.add(item.at(h, k), item.at(first, k));
+        k = k + 1 < kK ? k + 1 : 0;
+      }
+      near = near && row.near();
     }
-    near = near && row.near();
+    units[h] = row.size;
     largest = fmax(largest, row.size);
   }
   if (!any_of_item(!near)) how.centre = first;
-  // fp16 ends at 65504: larger numbers are staged as so many times smaller, and scores are multiplied back. Beyond
-  // 2^80 there is nothing to multiply back for: a softmax of such scores is 0 or 1.
-  const Scalar bound = 2 * factor * largest_of_item(largest, room);
-  int shift = 0;
-  for (Scalar reach = 16384; reach < bound && shift < 113; reach *= 2) ++shift;
-  factor *= power_of_two(-shift);
-  how.factor = factor;
-  how.unit = power_of_two(2 * shift < 80 ? 2 * shift : 80) * (scale < 0 ? Scalar(-1) : Scalar(1));
-  bool large = shift > 0 || scale < 0;
+  largest = largest_of_item(largest, room);
+  const bool apart = how.centre < 0 && (trips || scale < 0);
+  const auto fitting = [&](Scalar size) {
+    const int exponent = exponent_of(size * Scalar(0.25)) + 2 + exponent_of(factor) + 1 - kFits;
+    return size > 0 ? (exponent < -100 ? -100 : exponent > 126 ? 126 : exponent) : 0;
+  };
+  const int whole = apart ? 0 : fitting(2 * largest) > 0 ? fitting(2 * largest) : 0;
+  const int most = apart ? fitting(largest) : whole;
+  // Of scores beyond 2^100 a softmax is 0 or 1: there is nothing to lose when all are made smaller.
+  const int excess = most > kMostReach ? most - kMostReach : 0;
+  how.reach = most - excess;
+  how.factor = factor * power_of_two(-most);
+  how.sign = scale < 0 ? Scalar(-1) : Scalar(1);
+  for (int h = thread; h < kH; h += kItemThreads) units[h] = power_of_two(apart ? -fitting(units[h]) : -whole);
+  sync_item();
+
+  bool large = apart || whole > 0 || scale < 0;
   Scalar top = -Scalar(INFINITY);
   const auto note = [&](int h, const Staged& staged) {
     const bool seen = item.takes_part(h);
@@ -737,16 +767,20 @@ __device__ inline Staging stage_special(
     keep(h, mean, offset);
   };
   if (how.centre >= 0) {
-    stage<true>(item, how.centre, factor, planes, thread, note);
+    stage<true>(item, how.centre, factor, units, planes, thread, note);
     CompensatedSum total;
     for (int k = 0; k < kK; ++k) total.add(item.at(how.centre, k));
     how.centre_mean = total.sum / Scalar(kK);
   } else {
-    stage<false>(item, first < kH ? first : 0, factor, planes, thread, note);
+    stage<false>(item, first < kH ? first : 0, factor, units, planes, thread, note);
   }
   how.top_offset = largest_of_item(top, room);
   if (how.top_offset == -Scalar(INFINITY)) how.top_offset = 0;  // nothing takes part
   how.plain = !any_of_item(large);
+  for (int h = thread; h < kH; h += kItemThreads) {
+    const int exponent = -exponent_of(units[h]) - excess;
+    units[h] = power_of_two(exponent > -126 ? exponent : -126);
+  }
   return how;
 }
 
@@ -1169,15 +1203,16 @@ __device__ inline void stage_chunk(
   }
 }
 
-// A power of two that takes a number to about 1; 0 where that is none of its concern.
-__device__ inline int exponent_of(Scalar value) {
-  unsigned bits;
-  memcpy(&bits, &value, sizeof bits);
-  const int exponent = static_cast<int>(bits >> 23 & 255) - 127;
-  return exponent > -126 && exponent < 126 ? exponent : 0;
-}
-
 // ---- which items are centred or made smaller
+
+// How an item was staged.
+struct WindowStaging {
+  int centre = -1;  // the row taken off, -1: none
+  Scalar centre_mean = 0;
+  Scalar factor = 0;  // x - c is v / factor
+  Scalar unit = 1;  // scores are unit * <v_h, v_j> + offset of j
+  bool plain = true;  // unit is 1, and nothing was taken off
+};
 
 // Row norms from here on may belong to numbers too large for fp16.
 constexpr float kLargeNorm = 67108864;
@@ -1203,7 +1238,7 @@ __device__ inline Scalar largest_of_warp(const ItemView& item, int thread) {
 
 // fp16 ends at 65504: larger numbers are staged as so many times smaller, and scores are multiplied back. Beyond
 // 2^80 there is nothing to multiply back for: a softmax of such scores is 0 or 1.
-__device__ inline void make_smaller(Staging& how, Scalar scale, Scalar factor, Scalar largest) {
+__device__ inline void make_smaller(WindowStaging& how, Scalar scale, Scalar factor, Scalar largest) {
   const Scalar bound = 2 * factor * largest;
   int shift = 0;
   for (Scalar reach = 16384; reach < bound && shift < 113; reach *= 2) ++shift;
@@ -1216,8 +1251,8 @@ __device__ inline void make_smaller(Staging& how, Scalar scale, Scalar factor, S
 // is not near, as in normalised input, that is settled. Else the item is staged as if it were, and the block begins anew
 // where staging meets one that is not. Each block meets all variates: all blocks of an item find the same, in forward and
 // backward.
-__device__ inline Staging choose_staging(const ItemView& item, Scalar scale, Scalar factor, int thread) {
-  Staging how;
+__device__ inline WindowStaging choose_staging(const ItemView& item, Scalar scale, Scalar factor, int thread) {
+  WindowStaging how;
   const int first = item.first_taking_part(), h = first + 1 + thread / 32;
   bool far = first >= kH;
   if (!far && item.takes_part(h)) far = !look_at(item, first, h, thread % 32).near();
@@ -1235,7 +1270,7 @@ __device__ inline Staging choose_staging(const ItemView& item, Scalar scale, Sca
 // A block begins anew: `far` if a variate turned out not to be near the centre, `large` if numbers may be too large for
 // fp16, of which then all blocks of the item find the same power of two.
 __device__ inline void choose_again(
-    Staging& how, const ItemView& item, Scalar scale, Scalar factor, bool far, bool large, Scalar* room, int thread) {
+    WindowStaging& how, const ItemView& item, Scalar scale, Scalar factor, bool far, bool large, Scalar* room, int thread) {
   if (far) {
     how.centre = -1;
     how.centre_mean = 0;
@@ -1580,7 +1615,7 @@ one_pass_streamed_backward_h128_k32_f32_bhk(
   }
   const int g_lift = lift_of(largest_of_item(largest_g, room)) - 14;
   const Scalar g_lifted = power_of_two(g_lift > -126 ? g_lift : -126);
-  Staging how = choose_staging(item, scale[0], factor, thread);
+  WindowStaging how = choose_staging(item, scale[0], factor, thread);
 
   const auto nothing = [](int, int, const Learnt&) {};
   const int strip_row = strip * kStripRows;

@@ -16,7 +16,7 @@
 //
 // problem     x[B,H,K], H=128, K=32, float32, exact
 // plan        one_pass_wgmma backward: groups=1 prefetch=True registers=128 most_blocks=None
-// launch      grid B, 128 threads, 55392 bytes of dynamic shared memory
+// launch      grid B, 128 threads, 55904 bytes of dynamic shared memory
 // regenerate  invpool generate --H 128 --K 32 --algorithm one_pass_wgmma
 
 using Element = float;  // what x, g, out and dx are stored in
@@ -35,7 +35,7 @@ constexpr bool kMasked = false;
 constexpr bool kVariateMajor = true;
 constexpr int kItems = 1;  // a block goes from item to item
 constexpr int kItemThreads = kThreads;
-constexpr int kItemBytes = kThreads > 0 ? 55392 : 0;  // shared memory of an item
+constexpr int kItemBytes = kThreads > 0 ? 55904 : 0;  // shared memory of an item
 constexpr int kParts = 2;  // fp16 numbers that make up a staged one
 constexpr int kGroups = kThreads / 128;  // warpgroups
 constexpr int kStrips = 2;  // of 64 rows, which a warpgroup multiplies at once
@@ -55,11 +55,12 @@ constexpr int kOffsetPulled = 18432;  // bytes; 256 x float
 constexpr int kOffsetExchange = 19456;  // bytes; 4608 x float
 constexpr int kOffsetMean = 37888;  // bytes; 128 x float
 constexpr int kOffsetOffset = 38400;  // bytes; 128 x float
-constexpr int kOffsetRoom = 38912;  // bytes; 4 x float
-constexpr int kOffsetAgreed = 38928;  // bytes; 16 x float
-constexpr int kOffsetFetched = 38992;  // bytes; 4096 x float
-constexpr int kOffsetBarrier = 55376;  // bytes; 4 x float
-constexpr int kSharedBytes = 55392;
+constexpr int kOffsetUnits = 38912;  // bytes; 128 x float
+constexpr int kOffsetRoom = 39424;  // bytes; 4 x float
+constexpr int kOffsetAgreed = 39440;  // bytes; 16 x float
+constexpr int kOffsetFetched = 39504;  // bytes; 4096 x float
+constexpr int kOffsetBarrier = 55888;  // bytes; 4 x float
+constexpr int kSharedBytes = 55904;
 
 // The block's dynamic shared memory; the emulator, which runs this file on a CPU, brings its own.
 #ifndef DYNAMIC_SHARED
@@ -71,7 +72,7 @@ static_assert(static_cast<long long>(kH) * kK < (1LL << 31), "offsets within an 
 static_assert(sizeof(Element) == 4 && sizeof(Scalar) == 4, "sizes behind the offsets");
 static_assert(kThreads % 128 == 0, "whole warpgroups");
 static_assert(kItemBytes <= kSharedBytes, "the item fits");
-static_assert(55392 <= kSharedBytes, "the regions fit what the launch asks for");
+static_assert(55904 <= kSharedBytes, "the regions fit what the launch asks for");
 
 // ---- element.cuh: conversions and vector access ----
 
@@ -394,12 +395,12 @@ __device__ inline Scalar scalar_of(unsigned bits) {
   return value;
 }
 
-// Whether an item wants a second look: it trips a guard, or none of its variates is far from the first; `far` is left to
-// say whether one is. On the way, the
+// Whether an item wants a second look: it trips a guard, or none of its variates is far from the first. `trips` and `far`
+// are left to say so of the item. On the way, the
 // largest values of its threads: none of them negative, so that their bits are ordered as they are, NaN on top.
 // room: one pack a warp, which nothing else uses.
 template <int COUNT>
-__device__ inline bool wants_more(bool trips, bool& far, Scalar* largest, Pack<unsigned, 4>* room) {
+__device__ inline bool wants_more(bool& trips, bool& far, Scalar* largest, Pack<unsigned, 4>* room) {
   Pack<unsigned, 4> seen{};
   seen.lane[0] = (__any_sync(0xffffffffu, trips) ? 1 : 0) | (__any_sync(0xffffffffu, far) ? 2 : 0);
 #pragma unroll
@@ -419,6 +420,7 @@ __device__ inline bool wants_more(bool trips, bool& far, Scalar* largest, Pack<u
   }
 #pragma unroll
   for (int i = 0; i < COUNT; ++i) largest[i] = scalar_of(seen.lane[1 + i]);
+  trips = (seen.lane[0] & 1) != 0;
   far = (seen.lane[0] & 2) != 0;
   return seen.lane[0] != 2;
 }
@@ -525,7 +527,6 @@ template <bool CENTRED>
 struct Stager {
   const ItemView& item;
   int centre;
-  Scalar factor;
   bool aligned;  // a contiguous view may start at any element
 
   __device__ Pack<Element, kStageWidth> load(const Element* from) const {
@@ -540,7 +541,8 @@ struct Stager {
     if constexpr (kVariateMajor) return (i * kStageLanes + part) % 4 == 0;
     return i == 0 && part == 0;
   }
-  __device__ Scalar stage(Element element, int h, int k, Scalar& sum, Scalar& norm, Scalar& with_centre) const {
+  __device__ Scalar stage(
+      Element element, Scalar factor, int h, int k, Scalar& sum, Scalar& norm, Scalar& with_centre) const {
     Scalar value = to_scalar(element);
     if constexpr (CENTRED) value -= item.at(centre, k);
     if (kMasked && !item.takes_part(h)) value = 0;
@@ -555,11 +557,15 @@ struct Stager {
 // Stages the item and calls keep(h, what was learnt) once a variate, by the lane that has it.
 // c is row `centre`, or nothing, to which variates are only compared. A variate that takes no part is staged as zeros:
 // nothing of it, NaN included, is seen.
+// units: null, or what each variate is multiplied by beside the factor.
 template <bool CENTRED, class Keep>
-__device__ inline void stage(const ItemView& item, int centre, Scalar factor, unsigned char* planes, int thread, Keep&& keep) {
+__device__ inline void stage(
+    const ItemView& item, int centre, Scalar factor, const Scalar* units, unsigned char* planes, int thread,
+    Keep&& keep) {
   constexpr int kWidth = kStageWidth;
   const bool aligned = reinterpret_cast<unsigned long long>(item.x) % (kWidth * sizeof(Element)) == 0;
-  const Stager<CENTRED> stager{item, centre, factor, aligned};
+  const Stager<CENTRED> stager{item, centre, aligned};
+  const auto factor_of = [&](int h) { return units == nullptr || h >= kH ? factor : factor * units[h]; };
   if constexpr (kVariateMajor) {
     // kStageLanes neighbours share a variate and take turns along its packs.
     constexpr int kPacks = kK / kWidth;
@@ -567,6 +573,7 @@ __device__ inline void stage(const ItemView& item, int centre, Scalar factor, un
 #pragma unroll 1
     for (int first = 0; first < kH; first += kItemThreads / kStageLanes) {
       const int h = first + thread / kStageLanes, order = order_of(h);
+      const Scalar own_factor = factor_of(h);
       ClassSums sum, with_centre;
       Nearness nearness;
       Scalar norm = 0;
@@ -588,7 +595,7 @@ __device__ inline void stage(const ItemView& item, int centre, Scalar factor, un
             Scalar v[kWidth];
 #pragma unroll
             for (int e = 0; e < kWidth; ++e) {
-              v[e] = stager.stage(pack[i].lane[e], h, k + e, sum.of_class[i], norm, with_centre.of_class[i]);
+              v[e] = stager.stage(pack[i].lane[e], own_factor, h, k + e, sum.of_class[i], norm, with_centre.of_class[i]);
             }
             store_parts(planes + plane_at(h, k), v);
           }
@@ -612,7 +619,9 @@ __device__ inline void stage(const ItemView& item, int centre, Scalar factor, un
       const int h = first + (thread / 32 * kAcross + thread % kAcross) * kWidth, order = order_of(h);
       ClassSums sum[kWidth], with_centre[kWidth];
       Nearness nearness[kWidth];
-      Scalar norm[kWidth] = {};
+      Scalar norm[kWidth] = {}, own_factor[kWidth];
+#pragma unroll
+      for (int e = 0; e < kWidth; ++e) own_factor[e] = factor_of(h + e);
       if (h < kH) {
 #pragma unroll 1
         for (int turn = 0; turn < kK; turn += 8) {
@@ -630,7 +639,7 @@ __device__ inline void stage(const ItemView& item, int centre, Scalar factor, un
 #pragma unroll
             for (int e = 0; e < kWidth; ++e) {
               if (!CENTRED && stager.samples(i, part)) nearness[e].add(to_scalar(pack[i].lane[e]), item.at(centre, k));
-              v[e] = stager.stage(pack[i].lane[e], h + e, k, sum[e].of_class[i], norm[e], with_centre[e].of_class[i]);
+              v[e] = stager.stage(pack[i].lane[e], own_factor[e], h + e, k, sum[e].of_class[i], norm[e], with_centre[e].of_class[i]);
             }
             store_parts(planes + plane_at(h, k), v);
           }
@@ -665,48 +674,70 @@ constexpr int kPlainOffset = 512;
 struct Staging {
   int centre = -1;  // the row taken off, -1: none
   Scalar centre_mean = 0;
-  Scalar factor = 0;  // what x - c was multiplied by
-  Scalar unit = 1;  // scores are unit * <v_h, v_j> + offset of j
+  Scalar factor = 0;  // x - c is v * (unit / 2^reach) / factor
+  Scalar sign = 1;  // scores are sign * unit of h * unit of j * <v_h, v_j> + offset of j
+  int reach = 0;  // the largest unit is 2^reach
   Scalar top_offset = 0;  // the largest offset, which weights are relative to
-  bool plain = true;  // unshifted exponentials neither overflow nor vanish
+  bool plain = true;  // unshifted exponentials neither overflow nor vanish, and all units are 1
 };
 
 __device__ inline Scalar power_of_two(int exponent) { return scalar_of(static_cast<unsigned>(127 + exponent) << 23); }
 
-// Stages an item again that is near its first variate, unless a sample was far, or whose scores are large, or whose scale
-// is negative.
-// keep(h, mean, offset) is called once a variate, where it is staged; the threads of the item agree on the rest.
+// A number is at least 2^this and less than twice that; 0 where there is none that power_of_two has, either sign.
+__device__ inline int exponent_of(Scalar value) {
+  const int exponent = static_cast<int>(bits_of(value) >> 23 & 255) - 127;
+  return exponent > -127 && exponent < 127 ? exponent : 0;
+}
+
+// Stages an item again that is near its first variate, unless a sample was far; or that trips a guard, or whose scale is
+// negative. keep(h, mean, offset) is called once a variate, where it is staged; the threads of the item agree on the
+// rest, and on units[kRowsPadded], of which they keep one a variate: it must be behind a barrier before it is read.
+//
+// fp16 ends at 65504, and a pair of its numbers has 22 bits only down to 2^-3. Where scores are large, a variate is staged
+// as so many times smaller or larger that it just fits, whatever the sizes of the others; a centred item as a whole.
 template <class Keep>
 __device__ inline Staging stage_special(
-    const ItemView& item, bool far, Scalar scale, Scalar factor, unsigned char* planes, Scalar* room, int thread,
-    Keep&& keep) {
+    const ItemView& item, bool trips, bool far, Scalar scale, Scalar factor, unsigned char* planes, Scalar* units,
+    Scalar* room, int thread, Keep&& keep) {
+  constexpr int kFits = 13;  // numbers below 2^14, so that their sums and differences do, too
+  constexpr int kMostReach = 44;  // the square of such numbers still fits a float32, as a score
   Staging how;
   const int first = item.first_taking_part();
   bool near = first < kH && !far;
   Scalar largest = 0;
 #pragma unroll 1
   for (int h = thread; h < kH && first < kH; h += kItemThreads) {
-    if (!item.takes_part(h)) continue;
     Nearness row;
-    int k = h % kK;  // variates begin on the same bank
+    if (item.takes_part(h)) {
+      int k = h % kK;  // variates begin on the same bank
 #pragma unroll 4
-    for (int i = 0; i < kK; ++i) {
-      row.add(item.at(h, k), item.at(first, k));
-      k = k + 1 < kK ? k + 1 : 0;
+      for (int i = 0; i < kK; ++i) {
+        row.add(item.at(h, k), item.at(first, k));
+        k = k + 1 < kK ? k + 1 : 0;
+      }
+      near = near && row.near();
     }
-    near = near && row.near();
+    units[h] = row.size;
     largest = fmax(largest, row.size);
   }
   if (!any_of_item(!near)) how.centre = first;
-  // fp16 ends at 65504: larger numbers are staged as so many times smaller, and scores are multiplied back. Beyond
-  // 2^80 there is nothing to multiply back for: a softmax of such scores is 0 or 1.
-  const Scalar bound = 2 * factor * largest_of_item(largest, room);
-  int shift = 0;
-  for (Scalar reach = 16384; reach < bound && shift < 113; reach *= 2) ++shift;
-  factor *= power_of_two(-shift);
-  how.factor = factor;
-  how.unit = power_of_two(2 * shift < 80 ? 2 * shift : 80) * (scale < 0 ? Scalar(-1) : Scalar(1));
-  bool large = shift > 0 || scale < 0;
+  largest = largest_of_item(largest, room);
+  const bool apart = how.centre < 0 && (trips || scale < 0);
+  const auto fitting = [&](Scalar size) {
+    const int exponent = exponent_of(size * Scalar(0.25)) + 2 + exponent_of(factor) + 1 - kFits;
+    return size > 0 ? (exponent < -100 ? -100 : exponent > 126 ? 126 : exponent) : 0;
+  };
+  const int whole = apart ? 0 : fitting(2 * largest) > 0 ? fitting(2 * largest) : 0;
+  const int most = apart ? fitting(largest) : whole;
+  // Of scores beyond 2^100 a softmax is 0 or 1: there is nothing to lose when all are made smaller.
+  const int excess = most > kMostReach ? most - kMostReach : 0;
+  how.reach = most - excess;
+  how.factor = factor * power_of_two(-most);
+  how.sign = scale < 0 ? Scalar(-1) : Scalar(1);
+  for (int h = thread; h < kH; h += kItemThreads) units[h] = power_of_two(apart ? -fitting(units[h]) : -whole);
+  sync_item();
+
+  bool large = apart || whole > 0 || scale < 0;
   Scalar top = -Scalar(INFINITY);
   const auto note = [&](int h, const Staged& staged) {
     const bool seen = item.takes_part(h);
@@ -718,16 +749,20 @@ __device__ inline Staging stage_special(
     keep(h, mean, offset);
   };
   if (how.centre >= 0) {
-    stage<true>(item, how.centre, factor, planes, thread, note);
+    stage<true>(item, how.centre, factor, units, planes, thread, note);
     CompensatedSum total;
     for (int k = 0; k < kK; ++k) total.add(item.at(how.centre, k));
     how.centre_mean = total.sum / Scalar(kK);
   } else {
-    stage<false>(item, first < kH ? first : 0, factor, planes, thread, note);
+    stage<false>(item, first < kH ? first : 0, factor, units, planes, thread, note);
   }
   how.top_offset = largest_of_item(top, room);
   if (how.top_offset == -Scalar(INFINITY)) how.top_offset = 0;  // nothing takes part
   how.plain = !any_of_item(large);
+  for (int h = thread; h < kH; h += kItemThreads) {
+    const int exponent = -exponent_of(units[h]) - excess;
+    units[h] = power_of_two(exponent > -126 ? exponent : -126);
+  }
   return how;
 }
 
@@ -1360,7 +1395,8 @@ struct Shifted {
   const RowOperand& rows;
   const Vectors& of;
   int lane, row0;
-  Scalar unit, top_offset;
+  const Scalar* units;
+  Scalar sign, top_offset, share;  // share: 2^-reach
   Scalar pulled[kRowBlocks][2] = {};  // sum_j g[j] a[j,i]
   Scalar column_sum[kRowBlocks][2] = {};  // sum_j dS[j,i]
 
@@ -1373,22 +1409,23 @@ struct Shifted {
       for (int i = 0; i < 2; ++i) {
         const int j = column + 8 * t + lane % 4 * 2 + i;
         const Scalar j_mean = of.mean[j], j_g = of.gain[j], j_out = of.pooled[j], j_lse = of.lse[j], j_low = of.low[j];
-        const Scalar j_offset = of.offset[j] - top_offset, j_base = fma(-j_lse, log2e(), top_offset);
+        const Scalar j_unit = units[j], j_offset = of.offset[j] - top_offset, j_base = fma(-j_lse, log2e(), top_offset);
 #pragma unroll
         for (int b = 0; b < kRowBlocks; ++b) {
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
             const int h = row0 + 16 * b + 8 * half + lane / 4;
             Scalar& score = s[b][t][2 * half + i];
+            const Scalar part = score * (sign * units[h]);
             // The exponents are formed as forward formed them, and lse is taken off as lse_low was.
             const Scalar h_offset = of.offset[h] - top_offset, h_base = fma(-of.lse[h], log2e(), top_offset);
-            const Scalar of_row = h_base + fma(score, unit, j_offset) - of.low[h];
-            const Scalar of_column = j_base + fma(score, unit, h_offset) - j_low;
+            const Scalar of_row = h_base + fma(part, j_unit, j_offset) - of.low[h];
+            const Scalar of_column = j_base + fma(part, j_unit, h_offset) - j_low;
             const Scalar pull = j_g * fast_exp2(of_column);
             const Scalar from_column = pull * (of.mean[h] - j_out);
             pulled[b][half] += pull;
             column_sum[b][half] += from_column;
-            score = fma(of.gain[h] * fast_exp2(of_row), j_mean - of.pooled[h], from_column);
+            score = j_unit * share * fma(of.gain[h] * fast_exp2(of_row), j_mean - of.pooled[h], from_column);
           }
         }
       }
@@ -1496,6 +1533,7 @@ one_pass_wgmma_backward_h128_k32_f32_bhk(
   const auto array = [&](int offset) { return reinterpret_cast<Scalar*>(shared + offset); };
   const Vectors of{array(kOffsetMean), array(kOffsetGain), array(kOffsetPooled),
                    array(kOffsetOffset), array(kOffsetLse), array(kOffsetLow)};
+  Scalar* const units = array(kOffsetUnits);
   Scalar* const room = array(kOffsetRoom);
 
   const Scalar factor = sqrt(fabs(scale[0]) * log2e());
@@ -1517,6 +1555,7 @@ one_pass_wgmma_backward_h128_k32_f32_bhk(
       of.mean[h] = of.gain[h] = of.pooled[h] = of.low[h] = 0;
       of.lse[h] = INFINITY;
       of.offset[h] = -Scalar(INFINITY);
+      units[h] = 1;
     }
   }
   if (b < B) fetch.wait();
@@ -1533,7 +1572,7 @@ one_pass_wgmma_backward_h128_k32_f32_bhk(
 
     bool trips = scale[0] < 0, far = false;
     const int first = item.first_taking_part();
-    stage<false>(item, first < kH ? first : 0, factor, planes, thread, [&](int h, const Staged& staged) {
+    stage<false>(item, first < kH ? first : 0, factor, nullptr, planes, thread, [&](int h, const Staged& staged) {
       const Scalar mean = staged.sum / Scalar(kK);
       trips = trips || !(staged.norm < kPlainNorm && fabs(mean) < kPlainMean);
       far = far || (!staged.near && item.takes_part(h));
@@ -1547,7 +1586,8 @@ one_pass_wgmma_backward_h128_k32_f32_bhk(
     how.factor = factor;
     if (wants_more<2>(trips, far, largest, reinterpret_cast<Pack<unsigned, 4>*>(shared + kOffsetAgreed))) {
       largest[1] = 0;
-      how = stage_special(item, far, scale[0], factor, planes, room, thread, [&](int h, Scalar mean, Scalar offset) {
+      how = stage_special(
+          item, trips, far, scale[0], factor, planes, units, room, thread, [&](int h, Scalar mean, Scalar offset) {
         of.mean[h] = mean;
         of.offset[h] = offset;
         largest[1] = fmax(largest[1], fabs(mean));
@@ -1664,7 +1704,7 @@ one_pass_wgmma_backward_h128_k32_f32_bhk(
         const unsigned char* const by_row = planes + lane_in_rows(lane);
         const RowOperand rows(by_row + plane_at(row0, 0));
         Gather gather{ {}, by_row, planes + lane_in_columns(lane), lane};
-        Shifted tiles{gather, rows, of, lane, row0, how.unit, how.top_offset};
+        Shifted tiles{gather, rows, of, lane, row0, units, how.sign, how.top_offset, power_of_two(-how.reach)};
 #pragma unroll 1
         for (int c = 0; c < kRowsUsed; c += 16) tiles.add_tile(c);
         const Scalar pulled[2] = {sum_of_row(tiles.pulled[0][0]), sum_of_row(tiles.pulled[0][1])};

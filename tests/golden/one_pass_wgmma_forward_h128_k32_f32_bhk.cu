@@ -10,7 +10,7 @@
 //
 // problem     x[B,H,K], H=128, K=32, float32, exact
 // plan        one_pass_wgmma forward: groups=1 prefetch=True registers=128 most_blocks=None
-// launch      grid B, 128 threads, 55520 bytes of dynamic shared memory
+// launch      grid B, 128 threads, 56032 bytes of dynamic shared memory
 // regenerate  invpool generate --H 128 --K 32 --algorithm one_pass_wgmma
 
 using Element = float;  // what x, g, out and dx are stored in
@@ -29,7 +29,7 @@ constexpr bool kMasked = false;
 constexpr bool kVariateMajor = true;
 constexpr int kItems = 1;  // a block goes from item to item
 constexpr int kItemThreads = kThreads;
-constexpr int kItemBytes = kThreads > 0 ? 55520 : 0;  // shared memory of an item
+constexpr int kItemBytes = kThreads > 0 ? 56032 : 0;  // shared memory of an item
 constexpr int kParts = 2;  // fp16 numbers that make up a staged one
 constexpr int kGroups = kThreads / 128;  // warpgroups
 constexpr int kStrips = 2;  // of 64 rows, which a warpgroup multiplies at once
@@ -46,11 +46,12 @@ constexpr int kOffsetSums = 17408;  // bytes; 544 x float
 constexpr int kOffsetPartials = 19584;  // bytes; 4608 x float
 constexpr int kOffsetMean = 38016;  // bytes; 128 x float
 constexpr int kOffsetOffset = 38528;  // bytes; 128 x float
-constexpr int kOffsetRoom = 39040;  // bytes; 4 x float
-constexpr int kOffsetAgreed = 39056;  // bytes; 16 x float
-constexpr int kOffsetFetched = 39120;  // bytes; 4096 x float
-constexpr int kOffsetBarrier = 55504;  // bytes; 4 x float
-constexpr int kSharedBytes = 55520;
+constexpr int kOffsetUnits = 39040;  // bytes; 128 x float
+constexpr int kOffsetRoom = 39552;  // bytes; 4 x float
+constexpr int kOffsetAgreed = 39568;  // bytes; 16 x float
+constexpr int kOffsetFetched = 39632;  // bytes; 4096 x float
+constexpr int kOffsetBarrier = 56016;  // bytes; 4 x float
+constexpr int kSharedBytes = 56032;
 
 // The block's dynamic shared memory; the emulator, which runs this file on a CPU, brings its own.
 #ifndef DYNAMIC_SHARED
@@ -62,7 +63,7 @@ static_assert(static_cast<long long>(kH) * kK < (1LL << 31), "offsets within an 
 static_assert(sizeof(Element) == 4 && sizeof(Scalar) == 4, "sizes behind the offsets");
 static_assert(kThreads % 128 == 0, "whole warpgroups");
 static_assert(kItemBytes <= kSharedBytes, "the item fits");
-static_assert(55520 <= kSharedBytes, "the regions fit what the launch asks for");
+static_assert(56032 <= kSharedBytes, "the regions fit what the launch asks for");
 
 // ---- element.cuh: conversions and vector access ----
 
@@ -385,12 +386,12 @@ __device__ inline Scalar scalar_of(unsigned bits) {
   return value;
 }
 
-// Whether an item wants a second look: it trips a guard, or none of its variates is far from the first; `far` is left to
-// say whether one is. On the way, the
+// Whether an item wants a second look: it trips a guard, or none of its variates is far from the first. `trips` and `far`
+// are left to say so of the item. On the way, the
 // largest values of its threads: none of them negative, so that their bits are ordered as they are, NaN on top.
 // room: one pack a warp, which nothing else uses.
 template <int COUNT>
-__device__ inline bool wants_more(bool trips, bool& far, Scalar* largest, Pack<unsigned, 4>* room) {
+__device__ inline bool wants_more(bool& trips, bool& far, Scalar* largest, Pack<unsigned, 4>* room) {
   Pack<unsigned, 4> seen{};
   seen.lane[0] = (__any_sync(0xffffffffu, trips) ? 1 : 0) | (__any_sync(0xffffffffu, far) ? 2 : 0);
 #pragma unroll
@@ -410,6 +411,7 @@ __device__ inline bool wants_more(bool trips, bool& far, Scalar* largest, Pack<u
   }
 #pragma unroll
   for (int i = 0; i < COUNT; ++i) largest[i] = scalar_of(seen.lane[1 + i]);
+  trips = (seen.lane[0] & 1) != 0;
   far = (seen.lane[0] & 2) != 0;
   return seen.lane[0] != 2;
 }
@@ -516,7 +518,6 @@ template <bool CENTRED>
 struct Stager {
   const ItemView& item;
   int centre;
-  Scalar factor;
   bool aligned;  // a contiguous view may start at any element
 
   __device__ Pack<Element, kStageWidth> load(const Element* from) const {
@@ -531,7 +532,8 @@ struct Stager {
     if constexpr (kVariateMajor) return (i * kStageLanes + part) % 4 == 0;
     return i == 0 && part == 0;
   }
-  __device__ Scalar stage(Element element, int h, int k, Scalar& sum, Scalar& norm, Scalar& with_centre) const {
+  __device__ Scalar stage(
+      Element element, Scalar factor, int h, int k, Scalar& sum, Scalar& norm, Scalar& with_centre) const {
     Scalar value = to_scalar(element);
     if constexpr (CENTRED) value -= item.at(centre, k);
     if (kMasked && !item.takes_part(h)) value = 0;
@@ -546,11 +548,15 @@ struct Stager {
 // Stages the item and calls keep(h, what was learnt) once a variate, by the lane that has it.
 // c is row `centre`, or nothing, to which variates are only compared. A variate that takes no part is staged as zeros:
 // nothing of it, NaN included, is seen.
+// units: null, or what each variate is multiplied by beside the factor.
 template <bool CENTRED, class Keep>
-__device__ inline void stage(const ItemView& item, int centre, Scalar factor, unsigned char* planes, int thread, Keep&& keep) {
+__device__ inline void stage(
+    const ItemView& item, int centre, Scalar factor, const Scalar* units, unsigned char* planes, int thread,
+    Keep&& keep) {
   constexpr int kWidth = kStageWidth;
   const bool aligned = reinterpret_cast<unsigned long long>(item.x) % (kWidth * sizeof(Element)) == 0;
-  const Stager<CENTRED> stager{item, centre, factor, aligned};
+  const Stager<CENTRED> stager{item, centre, aligned};
+  const auto factor_of = [&](int h) { return units == nullptr || h >= kH ? factor : factor * units[h]; };
   if constexpr (kVariateMajor) {
     // kStageLanes neighbours share a variate and take turns along its packs.
     constexpr int kPacks = kK / kWidth;
@@ -558,6 +564,7 @@ __device__ inline void stage(const ItemView& item, int centre, Scalar factor, un
 #pragma unroll 1
     for (int first = 0; first < kH; first += kItemThreads / kStageLanes) {
       const int h = first + thread / kStageLanes, order = order_of(h);
+      const Scalar own_factor = factor_of(h);
       ClassSums sum, with_centre;
       Nearness nearness;
       Scalar norm = 0;
@@ -579,7 +586,7 @@ __device__ inline void stage(const ItemView& item, int centre, Scalar factor, un
             Scalar v[kWidth];
 #pragma unroll
             for (int e = 0; e < kWidth; ++e) {
-              v[e] = stager.stage(pack[i].lane[e], h, k + e, sum.of_class[i], norm, with_centre.of_class[i]);
+              v[e] = stager.stage(pack[i].lane[e], own_factor, h, k + e, sum.of_class[i], norm, with_centre.of_class[i]);
             }
             store_parts(planes + plane_at(h, k), v);
           }
@@ -603,7 +610,9 @@ __device__ inline void stage(const ItemView& item, int centre, Scalar factor, un
       const int h = first + (thread / 32 * kAcross + thread % kAcross) * kWidth, order = order_of(h);
       ClassSums sum[kWidth], with_centre[kWidth];
       Nearness nearness[kWidth];
-      Scalar norm[kWidth] = {};
+      Scalar norm[kWidth] = {}, own_factor[kWidth];
+#pragma unroll
+      for (int e = 0; e < kWidth; ++e) own_factor[e] = factor_of(h + e);
       if (h < kH) {
 #pragma unroll 1
         for (int turn = 0; turn < kK; turn += 8) {
@@ -621,7 +630,7 @@ __device__ inline void stage(const ItemView& item, int centre, Scalar factor, un
 #pragma unroll
             for (int e = 0; e < kWidth; ++e) {
               if (!CENTRED && stager.samples(i, part)) nearness[e].add(to_scalar(pack[i].lane[e]), item.at(centre, k));
-              v[e] = stager.stage(pack[i].lane[e], h + e, k, sum[e].of_class[i], norm[e], with_centre[e].of_class[i]);
+              v[e] = stager.stage(pack[i].lane[e], own_factor[e], h + e, k, sum[e].of_class[i], norm[e], with_centre[e].of_class[i]);
             }
             store_parts(planes + plane_at(h, k), v);
           }
@@ -656,48 +665,70 @@ constexpr int kPlainOffset = 512;
 struct Staging {
   int centre = -1;  // the row taken off, -1: none
   Scalar centre_mean = 0;
-  Scalar factor = 0;  // what x - c was multiplied by
-  Scalar unit = 1;  // scores are unit * <v_h, v_j> + offset of j
+  Scalar factor = 0;  // x - c is v * (unit / 2^reach) / factor
+  Scalar sign = 1;  // scores are sign * unit of h * unit of j * <v_h, v_j> + offset of j
+  int reach = 0;  // the largest unit is 2^reach
   Scalar top_offset = 0;  // the largest offset, which weights are relative to
-  bool plain = true;  // unshifted exponentials neither overflow nor vanish
+  bool plain = true;  // unshifted exponentials neither overflow nor vanish, and all units are 1
 };
 
 __device__ inline Scalar power_of_two(int exponent) { return scalar_of(static_cast<unsigned>(127 + exponent) << 23); }
 
-// Stages an item again that is near its first variate, unless a sample was far, or whose scores are large, or whose scale
-// is negative.
-// keep(h, mean, offset) is called once a variate, where it is staged; the threads of the item agree on the rest.
+// A number is at least 2^this and less than twice that; 0 where there is none that power_of_two has, either sign.
+__device__ inline int exponent_of(Scalar value) {
+  const int exponent = static_cast<int>(bits_of(value) >> 23 & 255) - 127;
+  return exponent > -127 && exponent < 127 ? exponent : 0;
+}
+
+// Stages an item again that is near its first variate, unless a sample was far; or that trips a guard, or whose scale is
+// negative. keep(h, mean, offset) is called once a variate, where it is staged; the threads of the item agree on the
+// rest, and on units[kRowsPadded], of which they keep one a variate: it must be behind a barrier before it is read.
+//
+// fp16 ends at 65504, and a pair of its numbers has 22 bits only down to 2^-3. Where scores are large, a variate is staged
+// as so many times smaller or larger that it just fits, whatever the sizes of the others; a centred item as a whole.
 template <class Keep>
 __device__ inline Staging stage_special(
-    const ItemView& item, bool far, Scalar scale, Scalar factor, unsigned char* planes, Scalar* room, int thread,
-    Keep&& keep) {
+    const ItemView& item, bool trips, bool far, Scalar scale, Scalar factor, unsigned char* planes, Scalar* units,
+    Scalar* room, int thread, Keep&& keep) {
+  constexpr int kFits = 13;  // numbers below 2^14, so that their sums and differences do, too
+  constexpr int kMostReach = 44;  // the square of such numbers still fits a float32, as a score
   Staging how;
   const int first = item.first_taking_part();
   bool near = first < kH && !far;
   Scalar largest = 0;
 #pragma unroll 1
   for (int h = thread; h < kH && first < kH; h += kItemThreads) {
-    if (!item.takes_part(h)) continue;
     Nearness row;
-    int k = h % kK;  // variates begin on the same bank
+    if (item.takes_part(h)) {
+      int k = h % kK;  // variates begin on the same bank
 #pragma unroll 4
-    for (int i = 0; i < kK; ++i) {
-      row.add(item.at(h, k), item.at(first, k));
-      k = k + 1 < kK ? k + 1 : 0;
+      for (int i = 0; i < kK; ++i) {
+        row.add(item.at(h, k), item.at(first, k));
+        k = k + 1 < kK ? k + 1 : 0;
+      }
+      near = near && row.near();
     }
-    near = near && row.near();
+    units[h] = row.size;
     largest = fmax(largest, row.size);
   }
   if (!any_of_item(!near)) how.centre = first;
-  // fp16 ends at 65504: larger numbers are staged as so many times smaller, and scores are multiplied back. Beyond
-  // 2^80 there is nothing to multiply back for: a softmax of such scores is 0 or 1.
-  const Scalar bound = 2 * factor * largest_of_item(largest, room);
-  int shift = 0;
-  for (Scalar reach = 16384; reach < bound && shift < 113; reach *= 2) ++shift;
-  factor *= power_of_two(-shift);
-  how.factor = factor;
-  how.unit = power_of_two(2 * shift < 80 ? 2 * shift : 80) * (scale < 0 ? Scalar(-1) : Scalar(1));
-  bool large = shift > 0 || scale < 0;
+  largest = largest_of_item(largest, room);
+  const bool apart = how.centre < 0 && (trips || scale < 0);
+  const auto fitting = [&](Scalar size) {
+    const int exponent = exponent_of(size * Scalar(0.25)) + 2 + exponent_of(factor) + 1 - kFits;
+    return size > 0 ? (exponent < -100 ? -100 : exponent > 126 ? 126 : exponent) : 0;
+  };
+  const int whole = apart ? 0 : fitting(2 * largest) > 0 ? fitting(2 * largest) : 0;
+  const int most = apart ? fitting(largest) : whole;
+  // Of scores beyond 2^100 a softmax is 0 or 1: there is nothing to lose when all are made smaller.
+  const int excess = most > kMostReach ? most - kMostReach : 0;
+  how.reach = most - excess;
+  how.factor = factor * power_of_two(-most);
+  how.sign = scale < 0 ? Scalar(-1) : Scalar(1);
+  for (int h = thread; h < kH; h += kItemThreads) units[h] = power_of_two(apart ? -fitting(units[h]) : -whole);
+  sync_item();
+
+  bool large = apart || whole > 0 || scale < 0;
   Scalar top = -Scalar(INFINITY);
   const auto note = [&](int h, const Staged& staged) {
     const bool seen = item.takes_part(h);
@@ -709,16 +740,20 @@ __device__ inline Staging stage_special(
     keep(h, mean, offset);
   };
   if (how.centre >= 0) {
-    stage<true>(item, how.centre, factor, planes, thread, note);
+    stage<true>(item, how.centre, factor, units, planes, thread, note);
     CompensatedSum total;
     for (int k = 0; k < kK; ++k) total.add(item.at(how.centre, k));
     how.centre_mean = total.sum / Scalar(kK);
   } else {
-    stage<false>(item, first < kH ? first : 0, factor, planes, thread, note);
+    stage<false>(item, first < kH ? first : 0, factor, units, planes, thread, note);
   }
   how.top_offset = largest_of_item(top, room);
   if (how.top_offset == -Scalar(INFINITY)) how.top_offset = 0;  // nothing takes part
   how.plain = !any_of_item(large);
+  for (int h = thread; h < kH; h += kItemThreads) {
+    const int exponent = -exponent_of(units[h]) - excess;
+    units[h] = power_of_two(exponent > -126 ? exponent : -126);
+  }
   return how;
 }
 
@@ -1203,7 +1238,7 @@ struct Pooled {
 // relative to the largest offset: of 10000 +- 1 offsets are of a size whose last bit is 1e-3.
 __device__ inline void online_softmax(
     const RowOperand& rows, const unsigned char* by_column, const Scalar* offsets, Scalar top_offset, const Scalar* means,
-    Scalar unit, int row0, int lane, Pooled* sums, Scalar* bases) {
+    const Scalar* units, Scalar sign, int row0, int lane, Pooled* sums, Scalar* bases) {
   Scalar largest[kRowBlocks][2];
   Pooled sum[kRowBlocks][2] = {};
 #pragma unroll
@@ -1212,20 +1247,22 @@ __device__ inline void online_softmax(
   for (int c = 0; c < kRowsUsed; c += 16) {
     Scalar s[kRowBlocks][2][4];
     form_scores<0, kRowBlocks, 16, true>(rows, by_column + plane_at(c, 0), s);
-    Scalar offset[4], mean[4];
+    Scalar offset[4], mean[4], unit[4];
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       offset[j] = offsets[c + j / 2 * 8 + lane % 4 * 2 + j % 2] - top_offset;
       mean[j] = means[c + j / 2 * 8 + lane % 4 * 2 + j % 2];
+      unit[j] = units[c + j / 2 * 8 + lane % 4 * 2 + j % 2];
     }
 #pragma unroll
     for (int b = 0; b < kRowBlocks; ++b) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
+        const Scalar of_row = sign * units[row0 + 16 * b + 8 * half + lane / 4];
         Scalar exponent[4], next = largest[b][half];
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-          exponent[j] = fma(s[b][j / 2][2 * half + j % 2], unit, offset[j]);
+          exponent[j] = fma(s[b][j / 2][2 * half + j % 2] * of_row, unit[j], offset[j]);
           next = fmax(next, exponent[j]);
         }
         // Nothing but masked columns so far: any finite number will do. fmax drops NaN; the weights meet it again.
@@ -1279,8 +1316,7 @@ __device__ inline Result result_of(bool takes_part, Pooled sum, Scalar base, con
   const Scalar reciprocal = fast_reciprocal(sum.weights), quotient = sum.means * reciprocal;
   const Scalar pooled = fma(fma(-quotient, sum.weights, sum.means), reciprocal, quotient);
   // The sum is 2^12 and more: its whole power of two is split off, or the last bit of its logarithm would be 1e-6.
-  const int exponent = static_cast<int>(bits_of(sum.weights) >> 23 & 255) - 127;
-  const int whole = exponent > -126 && exponent < 126 ? exponent : 0;
+  const int whole = exponent_of(sum.weights);
   const Scalar power = static_cast<Scalar>(whole), fraction = log2(sum.weights * power_of_two(-whole));
   const Scalar high = (how.top_offset + (base + (power + fraction))) * ln2();
   // Backward takes exponents relative to lse: what the rounding of lse lost would be an error of every weight.
@@ -1299,44 +1335,62 @@ constexpr int kPartials = kTwo ? 32 : 4 * kGroups;  // partial sums of a column:
 constexpr int kPartialStride = kTwo ? 64 + 8 : kRowsPadded;  // with a gap that keeps rows of lanes on different banks
 constexpr int kSumStride = kRowsPadded + 8;  // two pairs of lanes have the sums of a row between them
 
+// Whether all columns of the tiles weigh the same, 1, where an item is not centred.
+constexpr bool kUniform = !kMasked && kLastUsed == kLastColumns;
+
+// WEIGHTED: columns have weights of their own; else each weighs 1.
+template <bool WEIGHTED>
 struct Forward {
   const Pooled* column_weights;  // (w, w * m) of each variate
+  const Scalar* column_means;
   Pooled* partials;
   Pooled* sums;
   int lane, warp;
   Pooled weight[2];  // of the lane's rows
   Pooled sum[2];
 
+  __device__ Pooled weight_of(int h) const { return WEIGHTED ? column_weights[h] : Pooled{1, column_means[h]}; }
   __device__ void begin(int row0) {
     sum[0] = sum[1] = {0, 0};
-    weight[0] = column_weights[row0 + lane / 4];
-    weight[1] = column_weights[row0 + lane / 4 + 8];
+    weight[0] = weight_of(row0 + lane / 4);
+    weight[1] = weight_of(row0 + lane / 4 + 8);
   }
   __device__ void end(int row0) {
     // A lane keeps one of its rows, and adds what its neighbour has of that.
     const bool odd = lane % 2 != 0;
     const Pooled give = odd ? sum[0] : sum[1], keep = odd ? sum[1] : sum[0];
     sums[lane / 2 % 2 * kSumStride + row0 + lane / 4 + (odd ? 8 : 0)] = {
-        keep.weights + __shfl_xor_sync(0xffffffffu, give.weights, 1), keep.means + __shfl_xor_sync(0xffffffffu, give.means, 1)};
+        keep.weights + __shfl_xor_sync(0xffffffffu, give.weights, 1),
+        keep.means + __shfl_xor_sync(0xffffffffu, give.means, 1)};
+  }
+  __device__ static void add(Pooled& to, Scalar e, const Pooled& weight) {
+    to.weights = WEIGHTED ? fma(e, weight.weights, to.weights) : to.weights + e;
+    to.means = fma(e, weight.means, to.means);
   }
 
-  // Adds the scores of N columns, in s, to the sums of the rows; with MIRROR also those of the rows to the columns', which
-  // are fresh where nothing has been added yet.
+  // Adds the scores of N columns, in s, to the sums of the rows; with MIRROR also those of the rows to the columns',
+  // which are fresh where nothing has been added yet.
   template <int N, bool MIRROR>
-  __device__ void add(const Scalar (&s)[N / 8][4], int column, bool fresh) {
+  __device__ void add_tile(const Scalar (&s)[N / 8][4], int column, bool fresh) {
     Pooled of_column[N / 8][2] = {};
 #pragma unroll
     for (int t = 0; t < N / 8; ++t) {
-      const Pack<Pooled, 2> pair = load_pack<2>(column_weights + column + 8 * t + lane % 4 * 2);
+      const int at = column + 8 * t + lane % 4 * 2;
+      Pooled pair[2];
+      if constexpr (WEIGHTED) {
+        const Pack<Pooled, 2> pack = load_pack<2>(column_weights + at);
+        pair[0] = pack.lane[0];
+        pair[1] = pack.lane[1];
+      } else {
+        const Pack<Scalar, 2> pack = load_pack<2>(column_means + at);
+        pair[0].means = pack.lane[0];
+        pair[1].means = pack.lane[1];
+      }
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const Scalar e = fast_exp2(s[t][i]);
-        sum[i / 2].weights = fma(e, pair.lane[i % 2].weights, sum[i / 2].weights);
-        sum[i / 2].means = fma(e, pair.lane[i % 2].means, sum[i / 2].means);
-        if constexpr (MIRROR) {
-          of_column[t][i % 2].weights = fma(e, weight[i / 2].weights, of_column[t][i % 2].weights);
-          of_column[t][i % 2].means = fma(e, weight[i / 2].means, of_column[t][i % 2].means);
-        }
+        add(sum[i / 2], e, pair[i % 2]);
+        if constexpr (MIRROR) add(of_column[t][i % 2], e, weight[i / 2]);
       }
       if constexpr (MIRROR && kTwo) {
         store_pack<2>(
@@ -1353,9 +1407,79 @@ struct Forward {
       if (kValues < 8 && lane >= 16) return;
 #pragma unroll
       for (int i = 0; i < kLeft; ++i) {
-        Pooled& to = partials[warp * kPartialStride + column + (index + i) / 4 * 8 + lane % 4 * 2 + (index + i) / 2 % 2];
+        Pooled& to =
+            partials[warp * kPartialStride + column + (index + i) / 4 * 8 + lane % 4 * 2 + (index + i) / 2 % 2];
         Scalar& part = (index + i) % 2 == 0 ? to.weights : to.means;
         part = fresh ? value[i] : part + value[i];
+      }
+    }
+  }
+
+  // All tiles of a warpgroup's strips.
+  __device__ void add_all(const unsigned char* planes, int group, int row_of_group) {
+    const Descriptor columns = columns_of_scores(planes);
+    constexpr int kLast = 64 * (kStrips - 1);
+    Halves rows[kParts][kStepBlocks][4];
+    if constexpr (kTwo) {
+      // Each product but the first is begun before the scores of the one before it are used.
+      Scalar square[8][4], pair[kLastColumns / 8][4];
+      load_rows(rows, planes, row_of_group, lane);
+      begin_scores<64>(rows, columns, square);
+      begin(row_of_group);
+      group_wait<0>();
+      keep_registers(square);
+      add_tile<64, false>(square, 0, false);
+      begin_scores<kLastColumns>(rows, advance(columns, plane_at(64, 0)), pair);
+      group_wait<0>();
+      hold_rows(rows);
+      keep_registers(pair);
+      Scalar last[kLastColumns / 8][4];
+      add_tile<kLastColumns, true>(pair, 64, true);
+      end(row_of_group);
+      load_rows(rows, planes, 64 + row_of_group, lane);
+      begin_scores<kLastColumns>(rows, advance(columns, plane_at(64, 0)), last);
+      begin(64 + row_of_group);
+      group_wait<0>();
+      hold_rows(rows);
+      keep_registers(last);
+      add_tile<kLastColumns, false>(last, 64, false);
+      end(64 + row_of_group);
+    } else {
+      // Strips in turn to and fro over the warpgroups: the first have most columns.
+#pragma unroll 1
+      for (int turn = 0; turn * kGroups < kStrips; ++turn) {
+        const int strip = turn * kGroups + (turn % 2 == 0 ? group : kGroups - 1 - group);
+        const int row0 = 64 * strip + row_of_group;
+        if (strip >= kStrips) continue;
+        load_rows(rows, planes, row0, lane);
+        begin(row0);
+        if (strip < kStrips - 1) {
+          Scalar s[8][4];
+          begin_scores<64>(rows, advance(columns, plane_at(64 * strip, 0)), s);
+          group_wait<0>();
+          hold_rows(rows);
+          keep_registers(s);
+          add_tile<64, false>(s, 64 * strip, false);
+#pragma unroll 1
+          for (int other = strip + 1; other < kStrips - 1; ++other) {
+            begin_scores<64>(rows, advance(columns, plane_at(64 * other, 0)), s);
+            group_wait<0>();
+            hold_rows(rows);
+            keep_registers(s);
+            add_tile<64, true>(s, 64 * other, turn == 0);
+          }
+        }
+        Scalar s[kLastColumns / 8][4];
+        begin_scores<kLastColumns>(rows, advance(columns, plane_at(kLast, 0)), s);
+        group_wait<0>();
+        hold_rows(rows);
+        keep_registers(s);
+        if (strip < kStrips - 1) {
+          add_tile<kLastColumns, true>(s, kLast, turn == 0);
+        } else {
+          add_tile<kLastColumns, false>(s, kLast, false);
+        }
+        end(row0);
       }
     }
   }
@@ -1376,7 +1500,8 @@ one_pass_wgmma_forward_h128_k32_f32_bhk(
     const unsigned char* __restrict__ mask,
     long long B) {
   DYNAMIC_SHARED(shared);
-  const int thread = threadIdx.x, lane = thread % 32, group = kGroups == 1 ? 0 : thread / 128, row_of_group = thread / 32 % 4 * 16;
+  const int thread = threadIdx.x, lane = thread % 32;
+  const int group = kGroups == 1 ? 0 : thread / 128, row_of_group = thread / 32 % 4 * 16;
   unsigned char* const planes = shared + kOffsetPlanes;
   Pooled* const weights = reinterpret_cast<Pooled*>(shared + kOffsetWeights);
   Scalar* const means = reinterpret_cast<Scalar*>(shared + kOffsetMean);
@@ -1384,6 +1509,7 @@ one_pass_wgmma_forward_h128_k32_f32_bhk(
   Pooled* const sums = reinterpret_cast<Pooled*>(shared + kOffsetSums);  // [2][kSumStride]
   Pooled* const partials = reinterpret_cast<Pooled*>(shared + kOffsetPartials);  // [kPartials][kPartialStride]
   Scalar* const bases = reinterpret_cast<Scalar*>(shared + kOffsetPartials);  // of the rows of an item that is not plain
+  Scalar* const units = reinterpret_cast<Scalar*>(shared + kOffsetUnits);
   Scalar* const room = reinterpret_cast<Scalar*>(shared + kOffsetRoom);
 
   const Scalar factor = sqrt(fabs(scale[0]) * log2e());
@@ -1400,6 +1526,7 @@ one_pass_wgmma_forward_h128_k32_f32_bhk(
       weights[h] = {0, 0};
       means[h] = 0;
       offsets[h] = -Scalar(INFINITY);
+      units[h] = 1;
     }
   }
   if (b < B) fetch.wait();
@@ -1412,16 +1539,21 @@ one_pass_wgmma_forward_h128_k32_f32_bhk(
 
     bool trips = scale[0] < 0, far = false;
     const int first = item.first_taking_part();
-    stage<false>(item, first < kH ? first : 0, factor, planes, thread, [&](int h, const Staged& staged) {
+    stage<false>(item, first < kH ? first : 0, factor, nullptr, planes, thread, [&](int h, const Staged& staged) {
       const Scalar mean = staged.sum / Scalar(kK);
       trips = trips || !(staged.norm < kPlainNorm && fabs(mean) < kPlainMean);
       far = far || (!staged.near && item.takes_part(h));
-      weights[h] = item.takes_part(h) ? Pooled{1, mean} : Pooled{0, 0};
+      if constexpr (kUniform) {
+        means[h] = mean;
+      } else {
+        weights[h] = item.takes_part(h) ? Pooled{1, mean} : Pooled{0, 0};
+      }
     });
     fence_async();  // the tensor cores are to see what was staged
     Staging how;
     if (wants_more<0>(trips, far, nullptr, reinterpret_cast<Pack<unsigned, 4>*>(shared + kOffsetAgreed))) {
-      how = stage_special(item, far, scale[0], factor, planes, room, thread, [&](int h, Scalar mean, Scalar offset) {
+      how = stage_special(
+          item, trips, far, scale[0], factor, planes, units, room, thread, [&](int h, Scalar mean, Scalar offset) {
         means[h] = mean;
         offsets[h] = offset;
       });
@@ -1435,77 +1567,18 @@ one_pass_wgmma_forward_h128_k32_f32_bhk(
     if (b + gridDim.x < B) fetch.begin(x + (b + gridDim.x) * (kH * kK), thread);
 
     if (how.plain) {
-      Forward tiles{weights, partials, sums, lane, thread / 32};
-      const Descriptor columns = columns_of_scores(planes);
-      constexpr int kLast = 64 * (kStrips - 1);
-      if constexpr (kTwo) {
-        // Each product is begun before the scores of the one before it are used.
-        Halves rows[kParts][kStepBlocks][4];
-        Scalar s[8][4];
-        load_rows(rows, planes, row_of_group, lane);
-        tiles.begin(row_of_group);
-        begin_scores<64>(rows, columns, s);
-        group_wait<0>();
-        keep_registers(s);
-        tiles.add<64, false>(s, 0, false);
-        Scalar l[kLastColumns / 8][4];
-        begin_scores<kLastColumns>(rows, advance(columns, plane_at(64, 0)), l);
-        group_wait<0>();
-        hold_rows(rows);
-        keep_registers(l);
-        tiles.add<kLastColumns, true>(l, 64, true);
-        tiles.end(row_of_group);
-        load_rows(rows, planes, 64 + row_of_group, lane);
-        tiles.begin(64 + row_of_group);
-        begin_scores<kLastColumns>(rows, advance(columns, plane_at(64, 0)), l);
-        group_wait<0>();
-        hold_rows(rows);
-        keep_registers(l);
-        tiles.add<kLastColumns, false>(l, 64, false);
-        tiles.end(64 + row_of_group);
+      if (kUniform && how.centre < 0) {
+        Forward<!kUniform> tiles{weights, means, partials, sums, lane, thread / 32};
+        tiles.add_all(planes, group, row_of_group);
       } else {
-        // Strips in turn to and fro over the warpgroups: the first have most columns.
-#pragma unroll 1
-        for (int turn = 0; turn * kGroups < kStrips; ++turn) {
-          const int strip = turn * kGroups + (turn % 2 == 0 ? group : kGroups - 1 - group), row0 = 64 * strip + row_of_group;
-          if (strip >= kStrips) continue;
-          Halves rows[kParts][kStepBlocks][4];
-          load_rows(rows, planes, row0, lane);
-          tiles.begin(row0);
-          if (strip < kStrips - 1) {
-            Scalar s[8][4];
-            begin_scores<64>(rows, advance(columns, plane_at(64 * strip, 0)), s);
-            group_wait<0>();
-            hold_rows(rows);
-            keep_registers(s);
-            tiles.add<64, false>(s, 64 * strip, false);
-#pragma unroll 1
-            for (int other = strip + 1; other < kStrips - 1; ++other) {
-              begin_scores<64>(rows, advance(columns, plane_at(64 * other, 0)), s);
-              group_wait<0>();
-              hold_rows(rows);
-              keep_registers(s);
-              tiles.add<64, true>(s, 64 * other, turn == 0);
-            }
-          }
-          Scalar s[kLastColumns / 8][4];
-          begin_scores<kLastColumns>(rows, advance(columns, plane_at(kLast, 0)), s);
-          group_wait<0>();
-          hold_rows(rows);
-          keep_registers(s);
-          if (strip < kStrips - 1) {
-            tiles.add<kLastColumns, true>(s, kLast, turn == 0);
-          } else {
-            tiles.add<kLastColumns, false>(s, kLast, false);
-          }
-          tiles.end(row0);
-        }
+        Forward<true> tiles{weights, means, partials, sums, lane, thread / 32};
+        tiles.add_all(planes, group, row_of_group);
       }
     } else {
 #pragma unroll 1
       for (int row0 = thread / 32 * 16; row0 < kRowsUsed; row0 += kThreads / 2) {
         const RowOperand rows(planes + lane_in_rows(lane) + plane_at(row0, 0));
-        online_softmax(rows, planes + lane_in_columns(lane), offsets, how.top_offset, means, how.unit, row0, lane, sums, bases);
+        online_softmax(rows, planes + lane_in_columns(lane), offsets, how.top_offset, means, units, how.sign, row0, lane, sums, bases);
       }
     }
     if (b + gridDim.x < B) fetch.wait();
