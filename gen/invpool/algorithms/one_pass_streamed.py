@@ -39,7 +39,7 @@ _CHUNK_WINDOWS: Final = (16, 32, 64)
 # Up to so many steps no chunks are tried: all fit.
 _UNCHUNKED: Final = 128
 # Warp instructions that a round leaves room for, of an SM: measured on an H200.
-_ROUND: Final = 3000
+_ROUND: Final = {"forward": 3000, "backward": 4500}
 _CHUNK_ROUND: Final = 10000
 # Steps of dx that a warp of the streamed backward can keep sums of, by row blocks.
 _MOST_STEPS: Final = {1: 256, 2: 128, 4: 48}
@@ -289,7 +289,7 @@ class OnePassStreamed(Algorithm[StreamedPlan]):
         work += formed + Work(fma=scores * 4, mufu=scores, issue=scores * each)
         # A window, or a chunk of it, is a round of fetching, staging and waiting, at which pipes run dry.
         windows = tiles * (columns // plan.window) / (2 if plan.mirror else 1)
-        work += Work(issue=windows * (self._chunks(spec, plan) * _CHUNK_ROUND if plan.chunk else _ROUND))
+        work += Work(issue=windows * (self._chunks(spec, plan) * _CHUNK_ROUND if plan.chunk else _ROUND[plan.direction]))
         work *= again
         if backward:
             work += Work(

@@ -23,6 +23,7 @@ _GROUP: Final = 128
 _MOST_STEPS: Final = 128
 # What registers that are moved to and fro cost, by their share: measured on an H200.
 _SPILL: Final = 0.25
+_HEAVY_SPILL: Final = 1.0
 # Columns of a product.
 _WIDTHS: Final = (16, 32, 64)
 
@@ -161,7 +162,8 @@ class OnePassWgmma(Algorithm[WgmmaPlan]):
         threads = _GROUP * plan.groups
         given = min(_MOST_REGISTERS, REGISTERS_PER_SM // (threads * min_blocks(threads, plan.registers)))
         spilled = max(0, self._wanted_registers(spec, plan) - given) / given
-        return (work * (1 + _SPILL * spilled)).cost(self, spec, plan, gpu, batch, exposed=not plan.prefetch)
+        slower = _SPILL * spilled + _HEAVY_SPILL * max(0.0, spilled - 0.5)
+        return (work * (1 + slower)).cost(self, spec, plan, gpu, batch, exposed=not plan.prefetch)
 
     def context(self, spec: PoolSpec, plan: WgmmaPlan) -> Mapping[str, Any]:
         threads = _GROUP * plan.groups

@@ -27,10 +27,16 @@ def parts_of(spec: PoolSpec) -> int:
     return 2 if spec.dtype == "float32" and spec.precision == "exact" else 1
 
 
+# Eight running sums make a mean: of more steps their rounding errors are above 3e-7 of out.
+_MOST_STEPS: Final = 1024
+
+
 def reject_spec(algorithm: Algorithm[Any], spec: PoolSpec, gpu: Gpu) -> str | None:
     """Why no plan of an algorithm on tensor cores can serve a spec on a GPU."""
     if spec.dtype == "float64":
         return "tensor cores here multiply fp16 numbers, of which two make a float32; float64 wants another algorithm"
+    if spec.K > _MOST_STEPS:
+        return f"K is {spec.K}; means of more than {_MOST_STEPS} steps want another algorithm, one_pass or three_pass"
     wrong_arch = algorithm.reject_arch(gpu.arch)
     return f"{wrong_arch} ({gpu.name})" if wrong_arch else None
 

@@ -475,8 +475,15 @@ void transpose(Matrices& warp) {
   }
 }
 
-// mma.m16n8k16: products and sums in double, where both are all but exact, and one rounding to the nearest. The
-// hardware aligns the products to the largest and cuts off what is below: near enough.
+// A sum of products as tensor cores give it: what does not fit is cut off, and never rounded up.
+float cut(double sum) {
+  const auto nearest = static_cast<float>(sum);
+  if (std::isnan(nearest)) return float_of(kNotANumber);
+  return std::fabs(static_cast<double>(nearest)) > std::fabs(sum) ? std::nextafter(nearest, 0.0f) : nearest;
+}
+
+// mma.m16n8k16: products and sums in double, where both are all but exact, and then cut off. The hardware aligns the
+// products to the largest and cuts off what is some bits below: near enough.
 void multiply(Matrices& warp) {
   alignas(16) std::uint16_t a[16][16], b[16][8];
   alignas(64) double sums[16][8];
@@ -514,8 +521,7 @@ void multiply(Matrices& warp) {
   for (unsigned lane = 0; lane < kWarp; ++lane) {
     const unsigned group = lane / 4, pair = 2 * (lane % 4);
     for (unsigned i = 0; i < 4; ++i) {
-      const auto sum = static_cast<float>(sums[group + 8 * (i / 2)][pair + i % 2]);
-      warp.taken[lane].words[i] = std::isnan(sum) ? kNotANumber : bits_of(sum);
+      warp.taken[lane].words[i] = bits_of(cut(sums[group + 8 * (i / 2)][pair + i % 2]));
     }
   }
 }
@@ -566,8 +572,7 @@ void multiply(GroupProduct& one) {
         }
         for (unsigned i = 0; i < 4; ++i) {
           for (unsigned j = 0; j < 2; ++j) {
-            const auto value = static_cast<float>(sum[i][j]);
-            mine[i][j] = std::isnan(value) ? float_of(kNotANumber) : value;
+            mine[i][j] = cut(sum[i][j]);
           }
         }
       }
