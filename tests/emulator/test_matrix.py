@@ -1,6 +1,6 @@
 """Every algorithm, element type and layout, over H and K chosen pairwise, against float64.
 
-The quick part takes a sixth of the pairs for each combination, all pairs among them; the slow part another sixth,
+The quick part takes an eighth of the pairs for each combination, all pairs among them; the slow part another eighth,
 the long part the rest.
 INVPOOL_MATRIX=full takes every H with every K: one long run.
 """
@@ -32,7 +32,7 @@ COMBINATIONS = [
     for combination in itertools.product(sorted(ALGORITHMS), DTYPES, LAYOUTS)
     if combination[0] not in TENSOR_CORES or combination[1] != "float64"
 ]
-STRIDE = 6
+STRIDE = 8
 FEWEST_ROWS = 512  # as in invpool.check
 # Of items of one to three variates a few that are nearly tied make up the norm of dx: over four times as many rows
 # one_pass_mma is at 1.4 times the composite's error, over 512 anywhere from 0.7 to 2.3.
