@@ -289,7 +289,9 @@ class OnePassStreamed(Algorithm[StreamedPlan]):
         work += formed + Work(fma=scores * 4, mufu=scores, issue=scores * each)
         # A window, or a chunk of it, is a round of fetching, staging and waiting, at which pipes run dry.
         windows = tiles * (columns // plan.window) / (2 if plan.mirror else 1)
-        work += Work(issue=windows * (self._chunks(spec, plan) * _CHUNK_ROUND if plan.chunk else _ROUND[plan.direction]))
+        work += Work(
+            issue=windows * (self._chunks(spec, plan) * _CHUNK_ROUND if plan.chunk else _ROUND[plan.direction])
+        )
         work *= again
         if backward:
             work += Work(
