@@ -167,6 +167,16 @@ def test_gradients(name: str, kind: str, size: float) -> None:
     check(pool, x, size * gradient(pool.spec), slack=3, floor=1e-4 if size < 1e-37 else 0)
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "H", "K"),
+    [("one_pass_mma", 255, 16), ("one_pass_wgmma", 193, 7), ("one_pass_wgmma", 400, 16)],
+)
+def test_long_sums_of_dx(algorithm: str, H: int, K: int) -> None:
+    """Tensor cores cut off what they add: over all variates at once that was 1e-6 of dx and more."""
+    spec = PoolSpec(H, K)
+    check(EmulatedPool(spec, choice_with(spec, algorithm, {}, GPU)), normal(spec), gradient(spec))
+
+
 @pytest.mark.parametrize("name", ["three strips", "windows", "a pair of strips"])
 def test_one_row_of_a_huge_gradient(name: str) -> None:
     pool = pool_of(name)

@@ -407,6 +407,20 @@ def test_a_part_of_a_warp_cannot_multiply(engine: str) -> None:
         run(body, FLOATS, [NUMBERS, NUMBERS.copy()], 16, engine=engine)
 
 
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_sums_of_products_are_cut_off(sign: float) -> None:
+    """1 + 1.5 * 2^-24 is nearest to 1 + 2^-23, but an H200's tensor cores give 1."""
+    body = """  float d[4] = {x[t], x[t], x[t], x[t]};
+  const Halves given = pack_halves(x[t] * 0x1.8p-14f, 0.0f);
+  const Halves m[4] = {given, given, 0, 0};
+  multiply_add(d, m, pack_halves(0x1p-12f, 0.0f), 0);
+  out[t] = d[0];
+"""
+    out = np.full(32, np.nan, np.float32)
+    run(body, FLOATS, [np.full(32, sign, np.float32), out], 32)
+    assert (out == sign).all()
+
+
 # ---- named barriers. Two groups of two warps each, which do not wait for each other.
 
 GROUPS = """  __shared__ float tile[128];

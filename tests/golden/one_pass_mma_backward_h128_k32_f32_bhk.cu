@@ -1300,14 +1300,27 @@ struct Gather {
     }
   }
 
-  // d0, d1 += a * the two halves of y, the small products first
+  // d0, d1 += a * the two halves of y, the small products first. Tensor cores cut off what does not fit, always towards
+  // zero: of a long sum of theirs that would be 1e-6. Theirs are short, and added up as usual.
   __device__ static void multiply_parts(
       const Halves (&a)[kParts][4], const Halves (&y)[kParts][4], Scalar (&d0)[4], Scalar (&d1)[4]) {
+    Scalar fresh[2][4];
 #pragma unroll
     for (int product = kParts * 2 - 2; product >= 0; --product) {
       const int of_a = product == 1 ? 1 : 0, of_y = product == 2 ? 1 : 0;
-      multiply_add(d0, a[of_a], y[of_y][0], y[of_y][1]);
-      multiply_add(d1, a[of_a], y[of_y][2], y[of_y][3]);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        if (product == kParts * 2 - 2) {
+          multiply(fresh[half], a[of_a], y[of_y][2 * half], y[of_y][2 * half + 1]);
+        } else {
+          multiply_add(fresh[half], a[of_a], y[of_y][2 * half], y[of_y][2 * half + 1]);
+        }
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      d0[i] += fresh[0][i];
+      d1[i] += fresh[1][i];
     }
   }
 };

@@ -1236,6 +1236,29 @@ __device__ inline void hold_pieces(Halves (&pieces)[COUNT][kParts][4]) {
   for (int c = 0; c < COUNT; ++c) keep_registers(pieces[c]);
 }
 
+// Adds them. Tensor cores cut off what does not fit, always towards zero: of a long sum of theirs that would be 1e-6.
+// Where there are registers for it, theirs are short, and added up as usual.
+template <int COUNT>
+__device__ inline void add_sums(Halves (&pieces)[COUNT][kParts][4], Descriptor from, Scalar (&sum)[2 * kStepBlocks][4]) {
+  if constexpr (kStepsPadded <= 32) {
+    Scalar fresh[2 * kStepBlocks][4] = {};
+    begin_sums(pieces, from, fresh);
+    group_wait<0>();
+    hold_pieces(pieces);
+    keep_registers(fresh);
+#pragma unroll
+    for (int t = 0; t < 2 * kStepBlocks; ++t) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) sum[t][i] += fresh[t][i];
+    }
+  } else {
+    begin_sums(pieces, from, sum);
+    group_wait<0>();
+    hold_pieces(pieces);
+    keep_registers(sum);
+  }
+}
+
 // ---- gathered.cuh: what backward prepares for its rows, gathers for them, and writes ----
 
 constexpr int kThreadRows = (kH + kItemThreads - 1) / kItemThreads;  // variates whose constants a thread prepares
@@ -1377,14 +1400,27 @@ struct Gather {
     }
   }
 
-  // d0, d1 += a * the two halves of y, the small products first
+  // d0, d1 += a * the two halves of y, the small products first. Tensor cores cut off what does not fit, always towards
+  // zero: of a long sum of theirs that would be 1e-6. Theirs are short, and added up as usual.
   __device__ static void multiply_parts(
       const Halves (&a)[kParts][4], const Halves (&y)[kParts][4], Scalar (&d0)[4], Scalar (&d1)[4]) {
+    Scalar fresh[2][4];
 #pragma unroll
     for (int product = kParts * 2 - 2; product >= 0; --product) {
       const int of_a = product == 1 ? 1 : 0, of_y = product == 2 ? 1 : 0;
-      multiply_add(d0, a[of_a], y[of_y][0], y[of_y][1]);
-      multiply_add(d1, a[of_a], y[of_y][2], y[of_y][3]);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        if (product == kParts * 2 - 2) {
+          multiply(fresh[half], a[of_a], y[of_y][2 * half], y[of_y][2 * half + 1]);
+        } else {
+          multiply_add(fresh[half], a[of_a], y[of_y][2 * half], y[of_y][2 * half + 1]);
+        }
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      d0[i] += fresh[0][i];
+      d1[i] += fresh[1][i];
     }
   }
 };

@@ -1227,6 +1227,29 @@ __device__ inline void hold_pieces(Halves (&pieces)[COUNT][kParts][4]) {
   for (int c = 0; c < COUNT; ++c) keep_registers(pieces[c]);
 }
 
+// Adds them. Tensor cores cut off what does not fit, always towards zero: of a long sum of theirs that would be 1e-6.
+// Where there are registers for it, theirs are short, and added up as usual.
+template <int COUNT>
+__device__ inline void add_sums(Halves (&pieces)[COUNT][kParts][4], Descriptor from, Scalar (&sum)[2 * kStepBlocks][4]) {
+  if constexpr (kStepsPadded <= 32) {
+    Scalar fresh[2 * kStepBlocks][4] = {};
+    begin_sums(pieces, from, fresh);
+    group_wait<0>();
+    hold_pieces(pieces);
+    keep_registers(fresh);
+#pragma unroll
+    for (int t = 0; t < 2 * kStepBlocks; ++t) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) sum[t][i] += fresh[t][i];
+    }
+  } else {
+    begin_sums(pieces, from, sum);
+    group_wait<0>();
+    hold_pieces(pieces);
+    keep_registers(sum);
+  }
+}
+
 // ---- pooled.cuh: what forward sums, and what it makes of it ----
 
 // The sum of weights of one variate's scores, and of weights * mean.

@@ -91,7 +91,7 @@ def test_exact_oracles(gpu_op: GpuOp, algorithm: str, name: str, layout: str) ->
     got = op(leaf)
     (got_dx,) = torch.autograd.grad(got, leaf, g.to(dtype))
     # Of dx one element is the small difference of large ones: errors are relative to the whole of it.
-    assert norm_error(got, out) <= near
+    assert norm_error(got.detach(), out) <= near
     assert norm_error(op.variate_major(got_dx), dx) <= near
 
 
@@ -332,7 +332,7 @@ PLANS = [
 TENSOR_CORE_PLANS = [
     ("one_pass_mma", PoolSpec(33, 40), {"row_blocks": 1, "prefetch": False}),
     ("one_pass_mma", PoolSpec(33, 40, layout="bkh"), {"row_blocks": 2, "columns": 32}),
-    ("one_pass_mma", PoolSpec(64, 7), {"row_blocks": 1, "prefetch": False}),
+    ("one_pass_mma", PoolSpec(64, 17), {"row_blocks": 1, "prefetch": False}),
     ("one_pass_mma", PoolSpec(100, 40), {"row_blocks": 2, "columns": 32, "prefetch": False}),
     ("one_pass_mma", PoolSpec(100, 40, "float16"), {"row_blocks": 4, "columns": 32}),
     ("one_pass_mma", PoolSpec(130, 24), {"row_blocks": 4, "columns": 16}),
