@@ -141,7 +141,7 @@ def test_one_pass_mma_launches_a_warp_a_strip_and_a_wave_of_blocks() -> None:
         (PoolSpec(16, 32), "forward", {"row_blocks": 2}, "strips of 32 rows for 16 variates; lower row_blocks"),
         (PoolSpec(128, 32), "forward", {"items": 2}, "items share a block only where a warp holds one"),
         (PoolSpec(128, 32), "backward", {"row_blocks": 4, "registers": 128}, "registers a thread, the plan allows 128"),
-        (PoolSpec(7, 2000), "forward", {"row_blocks": 1, "items": 8}, "lower items, set prefetch=False"),
+        (PoolSpec(7, 1000), "forward", {"row_blocks": 1, "items": 8}, "lower items, set prefetch=False"),
     ],
 )
 def test_reasons_of_one_pass_mma(spec: PoolSpec, direction: str, knobs: dict[str, object], reason: str) -> None:
@@ -153,7 +153,7 @@ def test_reasons_of_one_pass_mma(spec: PoolSpec, direction: str, knobs: dict[str
 def test_one_pass_streamed_takes_every_shape_on_tensor_cores() -> None:
     algorithm = find_algorithm("one_pass_streamed")
     for spec, gpu, direction in itertools.product(GRID[::7], KNOWN_GPUS.values(), DIRECTIONS):
-        takes = spec.dtype != "float64" and gpu.arch != "sm_75"
+        takes = spec.dtype != "float64" and gpu.arch != "sm_75" and spec.K <= 1024
         assert bool(algorithm.legal(spec, gpu, direction)) == takes, (spec, gpu.name)
 
 

@@ -1231,22 +1231,19 @@ __device__ inline void hold_pieces(Halves (&pieces)[COUNT][kParts][4]) {
 // Where there are registers for it, theirs are short, and added up as usual.
 template <int COUNT>
 __device__ inline void add_sums(Halves (&pieces)[COUNT][kParts][4], Descriptor from, Scalar (&sum)[2 * kStepBlocks][4]) {
-  if constexpr (kStepsPadded <= 32) {
-    Scalar fresh[2 * kStepBlocks][4] = {};
-    begin_sums(pieces, from, fresh);
-    group_wait<0>();
-    hold_pieces(pieces);
-    keep_registers(fresh);
+  constexpr bool kShort = kStepsPadded <= 32;
+  Scalar fresh[2 * kStepBlocks][4] = {};
+  Scalar(&to)[2 * kStepBlocks][4] = kShort ? fresh : sum;
+  begin_sums(pieces, from, to);
+  group_wait<0>();
+  hold_pieces(pieces);
+  keep_registers(to);
+  if constexpr (kShort) {
 #pragma unroll
     for (int t = 0; t < 2 * kStepBlocks; ++t) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) sum[t][i] += fresh[t][i];
     }
-  } else {
-    begin_sums(pieces, from, sum);
-    group_wait<0>();
-    hold_pieces(pieces);
-    keep_registers(sum);
   }
 }
 
