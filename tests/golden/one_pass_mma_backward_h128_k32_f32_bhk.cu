@@ -477,14 +477,6 @@ struct Nearness {
   __device__ bool near() const { return 2 * distance < size; }
 };
 
-// What staging learns of one variate; sums over the steps.
-struct Staged {
-  Scalar sum;  // of x - c
-  Scalar norm;  // of v * v
-  Scalar with_centre;  // of (x - c) * c
-  bool near;  // as far as the sampled elements say; the first variate is
-};
-
 // Elements that staging takes at once: neighbours in DRAM, steps of a variate or variates of a step.
 constexpr int kStageWidth = kVariateMajor ? pack_width<Element>(kK, kK) : pack_width<Element>(kH, kH);
 
@@ -505,12 +497,6 @@ __device__ inline int order_of(int h) {
   return kK < 8 ? 0 : h / 8 % 4 * 2;
 }
 
-// The elements that tell normalised input apart: the first of every fourth pack of a variate, or every eighth step.
-__device__ inline bool is_sample(int h, int k) {
-  if constexpr (kVariateMajor) return k % kStageWidth == 0 && ((k / kStageWidth) ^ order_of(h)) % 4 == 0;
-  return (k ^ order_of(h)) % 8 == 0;
-}
-
 struct ClassSums {
   Scalar of_class[kClasses] = {};
 
@@ -528,6 +514,30 @@ struct ClassSums {
   }
 };
 
+// ---- which items need more than the plain way
+
+// Row norms below this, and scores with them: e^60 times 8192 variates times a mean fits a float32.
+constexpr int kPlainNorm = 86;  // 60 * log2 e
+constexpr int kPlainMean = 1048576;
+
+__device__ inline Scalar power_of_two(int exponent) { return scalar_of(static_cast<unsigned>(127 + exponent) << 23); }
+
+// A number is at least 2^this and less than twice that; 0 where there is none that power_of_two has, either sign.
+__device__ inline int exponent_of(Scalar value) {
+  const int exponent = static_cast<int>(bits_of(value) >> 23 & 255) - 127;
+  return exponent > -127 && exponent < 127 ? exponent : 0;
+}
+
+// ---- whole_item.cuh: an item on its way to planes in shared memory, as a whole ----
+
+// What staging learns of one variate; sums over the steps.
+struct Staged {
+  Scalar sum;  // of x - c
+  Scalar norm;  // of v * v
+  Scalar with_centre;  // of (x - c) * c
+  bool near;  // as far as the sampled elements say; the first variate is
+};
+
 template <bool CENTRED>
 struct Stager {
   const ItemView& item;
@@ -541,7 +551,8 @@ struct Stager {
     for (int i = 0; i < kStageWidth; ++i) pack.lane[i] = from[i];
     return pack;
   }
-  // Whether an element of class i is a sample: see is_sample.
+  // Whether an element of class i is one of those that tell normalised input apart: the first of every fourth pack of a
+  // variate, or every eighth step.
   __device__ static bool samples(int i, int part) {
     if constexpr (kVariateMajor) return (i * kStageLanes + part) % 4 == 0;
     return i == 0 && part == 0;
@@ -664,13 +675,10 @@ __device__ inline void stage(
   }
 }
 
-// ---- which items need more than the plain way
+// ---- items that need more than the plain way
 
-// Row norms below this, and scores with them: e^60 times 8192 variates times a mean fits a float32.
-constexpr int kPlainNorm = 86;  // 60 * log2 e
 // A centred item has Z >= e^-norm only.
 constexpr int kCentredNorm = 50;  // 35 * log2 e
-constexpr int kPlainMean = 1048576;
 // A weight is divided by a weight, which is off by its last bit even where one variate takes all; the centre, beside which
 // differences are so small that its offset is larger than this, would make 1e-5 of dx of that.
 constexpr int kPlainOffset = 512;
@@ -685,14 +693,6 @@ struct Staging {
   Scalar top_offset = 0;  // the largest offset, which weights are relative to
   bool plain = true;  // unshifted exponentials neither overflow nor vanish, and all units are 1
 };
-
-__device__ inline Scalar power_of_two(int exponent) { return scalar_of(static_cast<unsigned>(127 + exponent) << 23); }
-
-// A number is at least 2^this and less than twice that; 0 where there is none that power_of_two has, either sign.
-__device__ inline int exponent_of(Scalar value) {
-  const int exponent = static_cast<int>(bits_of(value) >> 23 & 255) - 127;
-  return exponent > -127 && exponent < 127 ? exponent : 0;
-}
 
 // Stages an item again that is near its first variate, unless a sample was far; or that trips a guard, or whose scale is
 // negative. keep(h, mean, offset) is called once a variate, where it is staged; the threads of the item agree on the

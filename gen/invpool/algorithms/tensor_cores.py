@@ -1,6 +1,6 @@
 """What the algorithms on tensor cores share: how an item is staged, and what work is.
 
-An item is staged as fp16 numbers, one or two for each of its own (templates/include/planes.cuh).
+An item is staged as fp16 numbers, one or two for each of its own (templates/include/planes.cuh, whole_item.cuh).
 """
 
 from __future__ import annotations
