@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,6 +16,13 @@ from invpool.gpu import KNOWN_GPUS
 from invpool.spec import PoolSpec
 
 GPU = KNOWN_GPUS["h200"]
+
+
+def cut_off(exact: np.ndarray) -> np.ndarray:
+    """float64 as float32, rounded towards zero: what a tensor core makes of an exact sum."""
+    nearest = exact.astype(np.float32)
+    beyond = np.abs(nearest.astype(np.float64)) > np.abs(exact)
+    return np.where(beyond, np.nextafter(nearest, np.float32(0)), nearest)
 
 
 def default_choice(spec: PoolSpec, algorithm: str) -> Choice:
