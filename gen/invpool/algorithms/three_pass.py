@@ -28,7 +28,7 @@ _REGISTERS: Final = (64, 80, 104, 128, 168, 255)
 # needed more than _BASE + _COMFORT over the grid of tests/test_compile_matrix.py; between the two it
 # may spill a few words, and below _BASE it spills in the inner loop.
 _BASE: Final = 30
-_COMFORT: Final = 48
+_COMFORT: Final = 58
 
 
 @dataclasses.dataclass(frozen=True)
