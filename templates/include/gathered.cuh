@@ -210,14 +210,3 @@ struct Shifted {
     gather.template add<0, kRowBlocks, false>(column, pieces);
   }
 };
-
-__device__ inline Scalar sum_of_row(Scalar value) {
-  value += __shfl_xor_sync(0xffffffffu, value, 1);
-  return value + __shfl_xor_sync(0xffffffffu, value, 2);
-}
-
-// The power of two that takes numbers up to `bound` to where fp16 has most room: below 2^15.
-__device__ inline int lift_of(Scalar bound) {
-  const int exponent = static_cast<int>(bits_of(bound) >> 23 & 255) - 127;
-  return bound > 0 ? (14 - exponent < 126 ? 14 - exponent : 126) : 0;
-}

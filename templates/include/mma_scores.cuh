@@ -146,3 +146,14 @@ __device__ constexpr int index_after(int lane) {
 
 constexpr int kLanesOfRow = 1 | 2;  // the lane bits that tell the columns of a row apart
 constexpr int kLanesOfColumn = 4 | 8 | 16;  // and the rows of a column
+
+// Over the lanes that share a row; each is left with the sum.
+__device__ inline Scalar sum_of_row(Scalar value) {
+  value += __shfl_xor_sync(0xffffffffu, value, 1);
+  return value + __shfl_xor_sync(0xffffffffu, value, 2);
+}
+
+// The sum of weights of one variate's scores, and of weights * mean.
+struct Pooled {
+  Scalar weights, means;
+};

@@ -234,3 +234,9 @@ __device__ inline int exponent_of(Scalar value) {
   const int exponent = static_cast<int>(bits_of(value) >> 23 & 255) - 127;
   return exponent > -127 && exponent < 127 ? exponent : 0;
 }
+
+// The power of two that takes numbers up to `bound` to where fp16 has most room: below 2^15.
+__device__ inline int lift_of(Scalar bound) {
+  const int exponent = static_cast<int>(bits_of(bound) >> 23 & 255) - 127;
+  return bound > 0 ? (14 - exponent < 126 ? 14 - exponent : 126) : 0;
+}

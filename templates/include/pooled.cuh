@@ -1,10 +1,5 @@
 // ---- pooled.cuh: what forward sums, and what it makes of it ----
 
-// The sum of weights of one variate's scores, and of weights * mean.
-struct Pooled {
-  Scalar weights, means;
-};
-
 // The rows of a strip against all columns, each relative to the largest score that the lane has met so far, and all
 // relative to the largest offset: of 10000 +- 1 offsets are of a size whose last bit is 1e-3.
 __device__ inline void online_softmax(

@@ -147,7 +147,7 @@ struct Sums {
 
 // Stages steps k0 .. of a chunk of variates h0 .., which lie at `from`, to `planes`: the place of variate h0 and step k0.
 // keep(place, variate, what was learnt) is called with the last chunk, once a variate, padding included, by the lane that
-// has it. The sums are formed in the order of planes.cuh's `stage`: chunks are whole turns of its classes. What takes no
+// has it. The sums are formed in the order of whole_item.cuh's `stage`: chunks are whole turns of its classes. What takes no
 // part is staged as zeros: nothing of it, NaN included, is seen.
 // Without SUMS nothing is learnt, and keep is not called.
 template <class PLANES, int VARIATES, bool CENTRED, bool SUMS, class Keep>

@@ -521,6 +521,12 @@ __device__ inline int exponent_of(Scalar value) {
   return exponent > -127 && exponent < 127 ? exponent : 0;
 }
 
+// The power of two that takes numbers up to `bound` to where fp16 has most room: below 2^15.
+__device__ inline int lift_of(Scalar bound) {
+  const int exponent = static_cast<int>(bits_of(bound) >> 23 & 255) - 127;
+  return bound > 0 ? (14 - exponent < 126 ? 14 - exponent : 126) : 0;
+}
+
 // ---- whole_item.cuh: an item on its way to planes in shared memory, as a whole ----
 
 // What staging learns of one variate; sums over the steps.
@@ -913,6 +919,17 @@ __device__ constexpr int index_after(int lane) {
 constexpr int kLanesOfRow = 1 | 2;  // the lane bits that tell the columns of a row apart
 constexpr int kLanesOfColumn = 4 | 8 | 16;  // and the rows of a column
 
+// Over the lanes that share a row; each is left with the sum.
+__device__ inline Scalar sum_of_row(Scalar value) {
+  value += __shfl_xor_sync(0xffffffffu, value, 1);
+  return value + __shfl_xor_sync(0xffffffffu, value, 2);
+}
+
+// The sum of weights of one variate's scores, and of weights * mean.
+struct Pooled {
+  Scalar weights, means;
+};
+
 // ---- fetch.cuh: an item on its way from DRAM to shared memory while another is computed ----
 
 // ---- hopper.cuh: the PTX of sm_90 (copies of any length, by one thread) and of sm_90a (products by four warps, of a
@@ -1153,11 +1170,6 @@ class Fetch {
 };
 
 // ---- pooled.cuh: what forward sums, and what it makes of it ----
-
-// The sum of weights of one variate's scores, and of weights * mean.
-struct Pooled {
-  Scalar weights, means;
-};
 
 // The rows of a strip against all columns, each relative to the largest score that the lane has met so far, and all
 // relative to the largest offset: of 10000 +- 1 offsets are of a size whose last bit is 1e-3.

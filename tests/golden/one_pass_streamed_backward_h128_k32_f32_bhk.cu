@@ -541,6 +541,12 @@ __device__ inline int exponent_of(Scalar value) {
   return exponent > -127 && exponent < 127 ? exponent : 0;
 }
 
+// The power of two that takes numbers up to `bound` to where fp16 has most room: below 2^15.
+__device__ inline int lift_of(Scalar bound) {
+  const int exponent = static_cast<int>(bits_of(bound) >> 23 & 255) - 127;
+  return bound > 0 ? (14 - exponent < 126 ? 14 - exponent : 126) : 0;
+}
+
 static_assert(kChunks == 1 || kChunk % (8 * (kVariateMajor ? kStageWidth : 1)) == 0, "chunks are whole turns of the classes");
 
 // ---- mma_scores.cuh: tiles of scores by tensor cores, and sums over their rows and columns ----
@@ -692,6 +698,17 @@ __device__ constexpr int index_after(int lane) {
 constexpr int kLanesOfRow = 1 | 2;  // the lane bits that tell the columns of a row apart
 constexpr int kLanesOfColumn = 4 | 8 | 16;  // and the rows of a column
 
+// Over the lanes that share a row; each is left with the sum.
+__device__ inline Scalar sum_of_row(Scalar value) {
+  value += __shfl_xor_sync(0xffffffffu, value, 1);
+  return value + __shfl_xor_sync(0xffffffffu, value, 2);
+}
+
+// The sum of weights of one variate's scores, and of weights * mean.
+struct Pooled {
+  Scalar weights, means;
+};
+
 // ---- window.cuh: some variates of an item, some of their steps at a time, on their way from DRAM to planes ----
 
 // Planes of VARIATES variates and STEPS steps, laid out as planes.cuh says.
@@ -841,7 +858,7 @@ struct Sums {
 
 // Stages steps k0 .. of a chunk of variates h0 .., which lie at `from`, to `planes`: the place of variate h0 and step k0.
 // keep(place, variate, what was learnt) is called with the last chunk, once a variate, padding included, by the lane that
-// has it. The sums are formed in the order of planes.cuh's `stage`: chunks are whole turns of its classes. What takes no
+// has it. The sums are formed in the order of whole_item.cuh's `stage`: chunks are whole turns of its classes. What takes no
 // part is staged as zeros: nothing of it, NaN included, is seen.
 // Without SUMS nothing is learnt, and keep is not called.
 template <class PLANES, int VARIATES, bool CENTRED, bool SUMS, class Keep>
@@ -1291,19 +1308,6 @@ __device__ inline void split_gradients(const Scalar (&s)[kRowBlocks][N / 8][4], 
       }
     }
   }
-}
-
-__device__ inline Scalar sum_of_row(Scalar value) {
-  value += __shfl_xor_sync(0xffffffffu, value, 1);
-  return value + __shfl_xor_sync(0xffffffffu, value, 2);
-}
-
-// The power of two that takes numbers up to `bound` to where fp16 has most room: below 2^15.
-__device__ inline int lift_of(Scalar bound) {
-  unsigned bits;
-  memcpy(&bits, &bound, sizeof bits);
-  const int exponent = static_cast<int>(bits >> 23 & 255) - 127;
-  return bound > 0 ? (14 - exponent < 126 ? 14 - exponent : 126) : 0;
 }
 
 // g exp(-lse) to the last digit: the exponent's rounding is taken along.
