@@ -6,7 +6,9 @@ import multiprocessing
 import os
 import signal
 import tempfile
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -54,6 +56,19 @@ def test_a_second_process_finds_the_entry(tmp_path: Path) -> None:
     (entry,) = _entries(tmp_path / "c")
     assert (entry / "kernel.cu").read_text() == SOURCE
     assert sorted(path.name for path in entry.iterdir()) == ["kernel.cu", "kernel.cubin", "meta.json"]
+
+
+def test_threads_compile_different_sources_at_the_same_time(tmp_path: Path) -> None:
+    both_are_in = threading.Barrier(2, timeout=60)
+
+    def compiler(source: str, target: Target) -> Compiled:
+        both_are_in.wait()
+        return Compiled(source.encode(), None)
+
+    cache = KernelCache(tmp_path / "c", compiler)
+    with ThreadPoolExecutor(2) as pool:
+        codes = list(pool.map(lambda source: cache.get(source, SM90).code, ["// one\n", "// two\n"]))
+    assert codes == [b"// one\n", b"// two\n"]
 
 
 def test_the_key_covers_what_decides_the_code(monkeypatch: pytest.MonkeyPatch) -> None:

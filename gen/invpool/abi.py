@@ -49,3 +49,13 @@ def parameter_list(direction: Direction, state: tuple[str, ...]) -> str:
     """The same arguments as C declares them."""
     types = _C_TYPES if direction == "forward" else _C_TYPES | _READ_BACK
     return ",\n    ".join(f"{types[name]} {name}" for name in argument_names(direction, state))
+
+
+def written(
+    direction: Direction, state: tuple[str, ...], batch: int, H: int, K: int, layout: str
+) -> dict[str, tuple[tuple[int, ...], bool]]:
+    """What a kernel writes, by argument: its shape, and whether it is of the scalar type rather than of x's."""
+    if direction == "backward":
+        return {"dx": ((batch, H, K) if layout == "bhk" else (batch, K, H), False)}
+    rows = (batch, H)
+    return {"out": (rows, False)} | {name: ((*rows, H) if name == "attn" else rows, True) for name in state}

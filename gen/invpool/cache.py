@@ -97,6 +97,7 @@ class KernelCache:
         self._compiler = compiler
         self._memory: dict[str, Compiled] = {}
         self._guard = threading.Lock()
+        self._building: dict[str, threading.Lock] = {}
         self._warned = False
 
     @staticmethod
@@ -106,7 +107,9 @@ class KernelCache:
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
     def get(self, source: str, target: Target) -> Compiled:
-        """The code for a source, compiled at most once among all processes that share the root.
+        """The code for a source, compiled at most once among all threads and processes that share the root.
+
+        Threads that ask for different sources compile at the same time.
 
         Raises:
             CompileError: nvcc refused the source.
@@ -114,6 +117,8 @@ class KernelCache:
         """
         key = self.key(source, target)
         with self._guard:
+            building = self._building.setdefault(key, threading.Lock())
+        with building:
             if key not in self._memory:
                 self._memory[key] = self._from_disk_or_build(key, source, target)
             return self._memory[key]

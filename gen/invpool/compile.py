@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import tempfile
+import threading
 import warnings
 from pathlib import Path
 from typing import Final
@@ -164,11 +165,15 @@ def has_pycuda() -> bool:
     return importlib.util.find_spec("pycuda") is not None
 
 
+# Python's record of warnings, by which PyCUDA says what ptxas used, is the whole process's: threads take turns there.
+_one_listens: Final = threading.Lock()
+
+
 def _compile_with_pycuda(source: str, target: Target, nvcc: Path) -> Compiled | None:
     """PyCUDA's compiler, which needs no driver; None when it fails, so that the subprocess can say why."""
     from pycuda.compiler import compile_plain
 
-    with warnings.catch_warnings(record=True) as said:
+    with _one_listens, warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         try:
             code: bytes = compile_plain(source, nvcc_options(target), False, str(nvcc), None, target.kind)

@@ -11,7 +11,7 @@ from torch import Tensor
 from invpool.abi import DIRECTIONS
 from invpool.algorithms import ALGORITHMS, Choice, choose, find_algorithm
 from invpool.algorithms.three_pass import ThreePassPlan
-from invpool.check import make_inputs
+from invpool.check import make_inputs, make_odd_items
 from invpool.gpu import KNOWN_GPUS
 from invpool.spec import PoolSpec
 
@@ -53,9 +53,9 @@ def guarded(tensor: Tensor, shift: int = 0) -> Tensor:
 
 
 def inputs(spec: PoolSpec, kind: str, items: int = 3, seed: int = 0) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(x, g, mask) of a kind of :func:`invpool.check.make_inputs`; the mask is None unless the spec has one."""
+    """(x, g, mask) of a kind of :func:`invpool.check.make_inputs`, or ``odd``; no mask unless the spec has one."""
     generator = torch.Generator().manual_seed(seed + 1)
-    x = make_inputs(spec, items, "cpu", seed)[kind]
+    x = make_odd_items(spec, items, "cpu", seed) if kind == "odd" else make_inputs(spec, items, "cpu", seed)[kind]
     g = torch.randn(items, spec.H, generator=generator, dtype=torch.float64).to(x.dtype)
     if not spec.masked:
         return x, g, None

@@ -35,6 +35,7 @@ CASES = {
 
 ONE_PASS_CASES = {
     "several tiles and chunks": (PoolSpec(70, 40), {"rows": 32, "k_step": 16}, "normal", 0),
+    "odd items": (PoolSpec(37, 21), {"rows": 16, "thread_rows": 2, "k_step": 16}, "odd", 0),
     "centred, part of a tile": (PoolSpec(37, 21), {"rows": 16, "thread_rows": 2, "k_step": 16}, "shifted", 0),
     "items share a block, masked": (PoolSpec(7, 20, masked=True), {"rows": 8, "items": 4, "k_step": 16}, "shifted", 1),
     "wide pieces": (PoolSpec(64, 16), {"rows": 64, "thread_rows": 8}, "large", 0),
@@ -44,6 +45,7 @@ ONE_PASS_CASES = {
 MMA_CASES = {
     "one strip, half of a block": (PoolSpec(9, 20), {"row_blocks": 1}, "normal", 0),
     "one strip, shifted, a row of odd length": (PoolSpec(16, 7), {"row_blocks": 1}, "shifted", 1),
+    "four strips of odd items": (PoolSpec(50, 20), {"row_blocks": 1}, "odd", 0),
     "two strips, half a circle each": (PoolSpec(32, 16), {"row_blocks": 1, "prefetch": False}, "normal", 0),
     "two strips of two blocks": (PoolSpec(50, 32), {"row_blocks": 2}, "large", 0),
     "three strips, masked, a tail of steps": (PoolSpec(40, 17, masked=True), {"row_blocks": 1}, "shifted", 0),
@@ -72,6 +74,8 @@ STREAMED_CASES = {
     "some steps, spread": (PoolSpec(33, 131, layout="bkh"), {"chunk": 64, "across": 2, "spread": True}, "normal", 1),
     "windows of two blocks, float16": (PoolSpec(65, 24, "float16"), {"row_blocks": 2, "window": 32}, "normal", 1),
     "a window for one variate": (PoolSpec(1, 1), {"window": 16}, "shifted", 0),
+    "begun anew": (PoolSpec(70, 24), {"window": 32, "warps": 2, "across": 1, "mirror": False}, "odd", 0),
+    "begun anew, some steps": (PoolSpec(40, 130), {"chunk": 64, "across": 2, "hold": True, "spread": True}, "odd", 0),
 }
 WGMMA_CASES = {
     "a strip, a tail of rows and steps": (PoolSpec(33, 21), {"groups": 1, "prefetch": True}, "normal", 1),
@@ -79,6 +83,7 @@ WGMMA_CASES = {
     "a pair of strips": (PoolSpec(70, 20), {"groups": 1, "prefetch": True}, "normal", 1),
     "a pair of strips, time-major": (PoolSpec(100, 11, layout="bkh"), {"groups": 1, "prefetch": False}, "shifted", 2),
     "a warpgroup a strip": (PoolSpec(70, 9, masked=True), {"groups": 2, "prefetch": True}, "large", 0),
+    "a pair of strips of odd items": (PoolSpec(70, 20), {"groups": 1, "prefetch": True}, "odd", 0),
     "a warpgroup for two of three strips": (PoolSpec(137, 18), {"groups": 2, "prefetch": False}, "normal", 1),
     "three warpgroups": (PoolSpec(137, 8, layout="bkh"), {"groups": 3, "prefetch": True}, "normal", 3),
     "warpgroups of float16": (PoolSpec(70, 24, "float16"), {"groups": 2, "prefetch": True}, "normal", 1),
@@ -95,7 +100,7 @@ OF_ALGORITHM = {
 SUBJECTS += [(algorithm, case) for algorithm, cases in OF_ALGORITHM.items() for case in cases]
 QUICK = (
     *("centred items", "centred, part of a tile", "four strips, odd steps off their alignment"),
-    *("windows, a tail of rows and steps", "a pair of strips"),
+    *("windows, a tail of rows and steps", "a pair of strips", "begun anew"),
 )
 
 

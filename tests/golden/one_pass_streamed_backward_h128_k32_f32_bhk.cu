@@ -1620,6 +1620,7 @@ one_pass_streamed_backward_h128_k32_f32_bhk(
       }
     }
     if (again) {
+      __syncthreads();  // the room, which is used again at once, may still be read
       choose_again(how, item, scale[0], factor, uncentre, look, room, thread);
       looked = looked || look;
       apart = !(uncentre && how.plain);

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from invpool.abi import DIRECTIONS, Direction, argument_names
+from invpool.abi import DIRECTIONS, Direction, argument_names, written
 from invpool.algorithms import Choice
 from invpool.emulator.build import Build
 from invpool.emulator.kernel import EmulatedKernel, Launched, Output
@@ -58,15 +58,11 @@ class EmulatedPool:
         x = tensors["x"]
         assert x is not None
         batch = x.shape[0]
-        element, scalar = getattr(torch, spec.dtype), getattr(torch, spec.scalar)
-        if direction == "forward":
-            pairs = {"attn": (batch, spec.H, spec.H)}
-            outputs = {"out": Output((batch, spec.H), element)} | {
-                name: Output(pairs.get(name, (batch, spec.H)), scalar) for name in algorithm.state(spec)
-            }
-        else:
-            outputs = {"dx": Output(tuple(x.shape), element)}
-        given: dict[str, Any] = {"B": batch, "scale": torch.tensor(1 / math.sqrt(spec.K), dtype=scalar), **tensors}
+        types = {False: getattr(torch, spec.dtype), True: getattr(torch, spec.scalar)}
+        shapes = written(direction, algorithm.state(spec), batch, spec.H, spec.K, spec.layout)
+        outputs = {name: Output(shape, types[is_scalar]) for name, (shape, is_scalar) in shapes.items()}
+        scale = torch.tensor(1 / math.sqrt(spec.K), dtype=types[True])
+        given: dict[str, Any] = {"B": batch, "scale": scale, **tensors}
         if direction == "backward" and "out_acc" in algorithm.state(spec):
             given["out"] = given["out_acc"]  # backward reads out as it was before it was rounded
         names = argument_names(direction, algorithm.state(spec))
@@ -74,8 +70,8 @@ class EmulatedPool:
         launched = self.kernel(direction).launch(
             launch.blocks(batch), launch.threads, launch.shared_bytes, arguments, **options
         )
-        written = [name for name in names if name in outputs]
-        return dict(zip(written, launched.outputs, strict=True)), launched
+        filled = [name for name in names if name in outputs]
+        return dict(zip(filled, launched.outputs, strict=True)), launched
 
     def forward(self, x: Tensor, mask: Tensor | None = None, **options: Any) -> dict[str, Tensor]:
         """What the forward kernel writes for x: out and the state, by ABI name."""
