@@ -13,7 +13,7 @@ from helpers import fake_compiler
 from invpool.algorithms import choose
 from invpool.binding import TableRow, import_package, package_files, staged_package
 from invpool.cache import CACHE_VARIABLE, KernelCache
-from invpool.generate import build_kernels
+from invpool.generate import Planned, build_kernels
 from invpool.gpu import known_gpu
 from invpool.runtime import GeneratedOp
 from invpool.spec import PoolSpec
@@ -44,7 +44,7 @@ def make_package(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path
 
     def make(spec: PoolSpec, folder: Path | None = None, algorithm: str = "three_pass") -> Path:
         gpu = known_gpu("h200")
-        kernels = build_kernels(spec, choose(spec, gpu, algorithm), ("sm_90",), cache)
+        kernels = build_kernels(spec, Planned(((0, choose(spec, gpu, algorithm)),)), ("sm_90",), cache)
         files = package_files(spec, gpu.name, kernels, (TableRow(0, 0, 1),))
         place = folder or root / spec.slug
         if not place.exists():

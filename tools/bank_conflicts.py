@@ -25,7 +25,7 @@ from invpool.algorithms import Choice, find_algorithm
 from invpool.algorithms.three_pass import SharedOrder, ThreePassPlan
 from invpool.binding import TableRow, import_package, package_files, staged_package
 from invpool.cache import KernelCache
-from invpool.generate import build_kernels
+from invpool.generate import Planned, build_kernels
 from invpool.gpu import present_gpu
 from invpool.spec import PoolSpec
 
@@ -54,7 +54,7 @@ def launch_all() -> None:
     g = torch.randn(ITEMS, SPEC.H, device="cuda")
     with tempfile.TemporaryDirectory() as name:
         for order in get_args(SharedOrder):
-            kernels = build_kernels(SPEC, plans(order), (gpu.arch,), KernelCache())
+            kernels = build_kernels(SPEC, Planned(((0, plans(order)),)), (gpu.arch,), KernelCache())
             files = package_files(SPEC, gpu.name, kernels, (TableRow(0, 0, 1),))
             with staged_package(Path(name) / order, files) as folder:
                 op = import_package(folder).op

@@ -47,8 +47,15 @@ class BuiltKernel:
     source: str
     images: tuple[tuple[Target, Compiled], ...]
 
-    def file_stem(self) -> str:
-        return f"{self.algorithm.name}_{self.plan.direction}"
+
+def _file_stems(kernels: Sequence[BuiltKernel]) -> list[str]:
+    """What each kernel's files are called: algorithm and direction, and a number from the second such kernel on."""
+    stems: list[str] = []
+    for kernel in kernels:
+        stem = f"{kernel.algorithm.name}_{kernel.plan.direction}"
+        number = 1 + sum(earlier.rstrip("0123456789").rstrip("_") == stem for earlier in stems)
+        stems.append(stem if number == 1 else f"{stem}_{number}")
+    return stems
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +71,7 @@ def _sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def _manifest_kernel(spec: PoolSpec, kernel: BuiltKernel) -> dict[str, Any]:
+def _manifest_kernel(spec: PoolSpec, kernel: BuiltKernel, stem: str) -> dict[str, Any]:
     direction: Direction = kernel.plan.direction
     algorithm = kernel.algorithm
     return {
@@ -74,11 +81,11 @@ def _manifest_kernel(spec: PoolSpec, kernel: BuiltKernel) -> dict[str, Any]:
         "entry": entry_name(algorithm, spec, direction),
         "arguments": list(argument_names(direction, algorithm.state(spec))),
         "launch": dataclasses.asdict(algorithm.launch(spec, kernel.plan)),
-        "source": {"file": f"{kernel.file_stem()}.cu", "sha256": _sha256(kernel.source.encode())},
+        "source": {"file": f"{stem}.cu", "sha256": _sha256(kernel.source.encode())},
         "images": [
             {
                 "target": target.name,
-                "file": f"{kernel.file_stem()}.{target.name}.{target.kind}",
+                "file": f"{stem}.{target.name}.{target.kind}",
                 "sha256": _sha256(compiled.code),
                 "resources": dataclasses.asdict(compiled.resources) if compiled.resources else None,
             }
@@ -87,15 +94,21 @@ def _manifest_kernel(spec: PoolSpec, kernel: BuiltKernel) -> dict[str, Any]:
     }
 
 
-def regenerate_command(spec: PoolSpec, algorithm: str) -> str:
-    """What to type to make a package again."""
-    return f"invpool generate {spec.cli_arguments()} --algorithm {algorithm}"
+def regenerate_command(spec: PoolSpec, algorithm: str | None) -> str:
+    """What to type to make a package again; tuned plans are found again, those of one algorithm are asked for."""
+    return f"invpool generate {spec.cli_arguments()}" + (f" --algorithm {algorithm}" if algorithm else "")
 
 
 def package_files(
-    spec: PoolSpec, gpu_name: str, kernels: Sequence[BuiltKernel], table: Sequence[TableRow]
+    spec: PoolSpec,
+    gpu_name: str,
+    kernels: Sequence[BuiltKernel],
+    table: Sequence[TableRow],
+    tuned_on: str | None = None,
 ) -> dict[str, bytes]:
     """Every file of the package by name, the same bytes on every machine.
+
+    ``tuned_on`` is the device whose tuned table gave the plans; None where they are predicted.
 
     Raises:
         ValueError: the kernels do not agree on what forward leaves for backward.
@@ -103,7 +116,8 @@ def package_files(
     states = {kernel.algorithm.state(spec) for kernel in kernels}
     if len(states) != 1:
         raise ValueError(f"kernels of one package must agree on what forward leaves for backward: {sorted(states)}")
-    regenerate = regenerate_command(spec, kernels[0].algorithm.name)
+    regenerate = regenerate_command(spec, None if tuned_on else kernels[0].algorithm.name)
+    stems = _file_stems(kernels)
     runtime = (importlib.resources.files("invpool") / "runtime.py").read_bytes()
     context = {
         "version": __version__,
@@ -122,18 +136,19 @@ def package_files(
         "slug": spec.slug,
         "spec": dataclasses.asdict(spec),
         "planned_for": gpu_name,
+        "tuned_on": tuned_on,
         "regenerate": regenerate,
         "state": list(states.pop()),
-        "kernels": [_manifest_kernel(spec, kernel) for kernel in kernels],
+        "kernels": [_manifest_kernel(spec, kernel, stem) for kernel, stem in zip(kernels, stems, strict=True)],
         "table": [dataclasses.asdict(row) for row in table],
         "binding": {"file": "__init__.py", "sha256": _sha256(binding)},
         "runtime": {"file": "runtime.py", "sha256": _sha256(runtime)},
     }
     files = {"__init__.py": binding, "runtime.py": runtime}
-    for kernel in kernels:
-        files[f"{kernel.file_stem()}.cu"] = kernel.source.encode()
+    for kernel, stem in zip(kernels, stems, strict=True):
+        files[f"{stem}.cu"] = kernel.source.encode()
         for target, compiled in kernel.images:
-            files[f"{kernel.file_stem()}.{target.name}.{target.kind}"] = compiled.code
+            files[f"{stem}.{target.name}.{target.kind}"] = compiled.code
     files[_MANIFEST] = (json.dumps(manifest, indent=1) + "\n").encode()
     return files
 

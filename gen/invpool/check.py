@@ -197,10 +197,17 @@ def prove(op: GeneratedOp, device: torch.device | str, seed: int = 0, name: str 
     is an emulated one. ``name`` is what the proof calls the device: the GPU's name or ``cpu`` unless given.
     """
     spec = PoolSpec(**op.manifest["spec"])
-    findings = check_against_float64(functools.partial(_run, op), spec, device, seed)
-    findings.append(check_by_differences(op, spec, device, seed))
-    if spec.dtype == "float64":
-        findings.append(check_gradcheck(op, spec, device))
+    findings: list[Finding] = []
+    # The closed form knows no plans; of kernels, those of every batch size are proved, whatever size the proof has.
+    runs_kernels = torch.device(device).type in op.kernel_devices
+    for row, start in enumerate(op.row_starts if runs_kernels else op.row_starts[:1]):
+        with op.only_row(row):
+            found = check_against_float64(functools.partial(_run, op), spec, device, seed)
+            found.append(check_by_differences(op, spec, device, seed))
+            if spec.dtype == "float64":
+                found.append(check_gradcheck(op, spec, device))
+        where = f", plans from B={start}" if row > 0 else ""
+        findings += [dataclasses.replace(finding, name=finding.name + where) for finding in found]
     if name is None:
         name = torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else "cpu"
     return Proof(name, tuple(findings))

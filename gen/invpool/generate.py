@@ -33,6 +33,7 @@ from invpool.errors import CheckError, CompilerNotFoundError
 from invpool.gpu import DEFAULT_ARCHS, DEFAULT_GPU, KNOWN_GPUS, Gpu, check_arch, present_gpu
 from invpool.render import render_kernel
 from invpool.spec import PoolSpec
+from invpool.tuned import planned_rows
 
 log = logging.getLogger("invpool")
 
@@ -48,7 +49,8 @@ class Request:
     """What is asked for. ``gpu`` None takes the present GPU, else the default; ``archs`` likewise.
 
     ``on`` is where the kernels are proved: None takes the GPU if there is one on which the plans are legal, else the
-    emulator if there is g++.
+    emulator if there is g++. Plans are those of the GPU's tuned table, if it has one and ``tuned`` is true and no
+    ``algorithm`` is named, else those of least predicted time.
     """
 
     spec: PoolSpec
@@ -58,6 +60,41 @@ class Request:
     algorithm: str | None = None
     force: bool = False
     on: On | None = None
+    tuned: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class Planned:
+    """The plans of a package: (first batch, plans) in rising order, and the device they were tuned on, if they were."""
+
+    rows: tuple[tuple[int, Choice], ...]
+    tuned_on: str | None = None
+
+    @property
+    def choice(self) -> Choice:
+        """The plans of the smallest batches."""
+        return self.rows[0][1]
+
+    def kernels(self) -> list[tuple[Algorithm[Any], Plan]]:
+        """Each kernel once, in the order in which the rows name them, forward first."""
+        return list(dict.fromkeys((choice.algorithm, choice.plan(d)) for _, choice in self.rows for d in DIRECTIONS))
+
+    def table(self) -> tuple[TableRow, ...]:
+        """The rows by the positions of their kernels."""
+        places = {kernel: number for number, kernel in enumerate(self.kernels())}
+        return tuple(
+            TableRow(start, *(places[choice.algorithm, choice.plan(d)] for d in DIRECTIONS))
+            for start, choice in self.rows
+        )
+
+
+def plan(request: Request, gpu: Gpu, archs: tuple[str, ...]) -> Planned:
+    """The plans that a request gets. Raises as :func:`invpool.algorithms.choose` does."""
+    if request.tuned and request.algorithm is None:
+        found = planned_rows(request.spec, gpu, archs)
+        if found is not None:
+            return Planned(tuple(found[0]), found[1])
+    return Planned(((0, choose(request.spec, gpu, request.algorithm, archs=archs)),))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +109,7 @@ class Generated:
     gpu: Gpu
     gpu_is_present: bool
     archs: tuple[str, ...]
-    choice: Choice
+    planned: Planned
     kernels: tuple[BuiltKernel, ...]
     kernel_proof: Proof | None
     cpu_proof: Proof
@@ -97,28 +134,27 @@ def _archs(request: Request, gpu: Gpu, present: bool) -> tuple[str, ...]:
 
 def build_kernels(
     spec: PoolSpec,
-    choice: Choice,
+    planned: Planned,
     archs: Sequence[str],
     cache: KernelCache,
     progress: Callable[[str], None] = lambda _: None,
 ) -> tuple[BuiltKernel, ...]:
-    """Renders both directions and compiles each for every arch, and PTX for the newer rest.
+    """Renders each kernel and compiles it for every arch, and PTX for the newer rest.
 
     Raises:
         CompileError, CompilerNotFoundError, TemplateError: see there.
     """
     kernels = []
-    for direction in DIRECTIONS:
-        plan = choice.plan(direction)
-        source = render_kernel(choice.algorithm, spec, plan)
-        targets = [Target(choice.algorithm.arch_target(arch)) for arch in archs]
-        if not choice.algorithm.only_oldest:
-            targets.append(Target.ptx(choice.algorithm.oldest_arch))
+    for algorithm, plan in planned.kernels():
+        source = render_kernel(algorithm, spec, plan)
+        targets = [Target(algorithm.arch_target(arch)) for arch in archs]
+        if not algorithm.only_oldest:
+            targets.append(Target.ptx(algorithm.oldest_arch))
         images = []
         for target in targets:
-            progress(f"{choice.algorithm.name} {direction} {target.name}")
+            progress(f"{algorithm.name} {plan.direction} {target.name}")
             images.append((target, cache.get(source, target)))
-        kernels.append(BuiltKernel(choice.algorithm, plan, source, tuple(images)))
+        kernels.append(BuiltKernel(algorithm, plan, source, tuple(images)))
     return tuple(kernels)
 
 
@@ -211,12 +247,11 @@ def generate(
     """
     gpu, present = planning_gpu(request.gpu)
     archs = _archs(request, gpu, present)
-    choice = choose(request.spec, gpu, request.algorithm, archs=archs)
-    plans = [(choice.algorithm, choice.plan(direction)) for direction in DIRECTIONS]
-    on_gpu, on_emulator = proving_places(request.on, gpu_obstacle(request.spec, plans))
+    planned = plan(request, gpu, archs)
+    on_gpu, on_emulator = proving_places(request.on, gpu_obstacle(request.spec, planned.kernels()))
     check_output(request.out, request.force)
-    kernels = build_kernels(request.spec, choice, archs, cache or KernelCache(), progress)
-    files = package_files(request.spec, gpu.name, kernels, (TableRow(0, 0, 1),))
+    kernels = build_kernels(request.spec, planned, archs, cache or KernelCache(), progress)
+    files = package_files(request.spec, gpu.name, kernels, planned.table(), planned.tuned_on)
 
     def proved(folder: Path) -> tuple[Proof | None, Proof, Proof | None]:
         progress("checking against float64")
@@ -242,7 +277,7 @@ def generate(
             staged.op.folder = request.out.resolve()
             sys.modules.pop(staged.__name__, None)
             write_proof(request.out, proof_record(*proofs))
-    return Generated(request, gpu, present, archs, choice, kernels, *proofs)
+    return Generated(request, gpu, present, archs, planned, kernels, *proofs)
 
 
 def proof_record(kernel_proof: Proof | None, cpu_proof: Proof, emulated_proof: Proof | None = None) -> dict[str, Any]:

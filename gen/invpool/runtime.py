@@ -13,6 +13,7 @@ Registration follows the one way that gives no silent wrong answer: raw ops made
 from __future__ import annotations
 
 import bisect
+import contextlib
 import ctypes
 import dataclasses
 import functools
@@ -23,7 +24,7 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar, Final
@@ -245,6 +246,8 @@ class GeneratedOp:
 
     # A subclass that runs the kernels elsewhere than on CUDA registers raw ops of its own.
     namespace_prefix: ClassVar[str] = "invpool"
+    # The types of devices whose tensors the kernels take; all others take the closed form.
+    kernel_devices: ClassVar[tuple[str, ...]] = ("cuda",)
 
     def __init__(self, folder: Path) -> None:
         path = folder / "manifest.json"
@@ -427,8 +430,24 @@ class GeneratedOp:
 
     # ---- loading and launching
 
+    @property
+    def row_starts(self) -> tuple[int, ...]:
+        """The first batch of each row of the plan table."""
+        return tuple(self._starts)
+
+    @contextlib.contextmanager
+    def only_row(self, number: int) -> Iterator[None]:
+        """Every batch takes the plans of one row meanwhile, in all threads: for those who check or time a package."""
+        self._shared.only_row = number
+        try:
+            yield
+        finally:
+            self._shared.only_row = None
+
     def _row(self, batch: int) -> dict[str, int]:
         """The table row for a batch: plans may depend on B; one row serves all when results must not."""
+        if self._shared.only_row is not None:
+            return self._rows[self._shared.only_row]
         if self.batch_invariant:
             return self._rows[-1]
         return self._rows[max(0, bisect.bisect_right(self._starts, batch) - 1)]
@@ -654,6 +673,7 @@ class _Shared:
     """What all copies of one package share in a process: the raw ops are registered once, by manifest hash."""
 
     batch_invariant: bool
+    only_row: int | None = None
     folders: list[Path] = dataclasses.field(default_factory=list)  # the one opened last comes first
     functions: dict[tuple[int, int], int] = dataclasses.field(default_factory=dict)
     scales: dict[torch.device, Tensor] = dataclasses.field(default_factory=dict)

@@ -16,7 +16,7 @@ from invpool.algorithms import ALGORITHMS, Choice, find_algorithm
 from invpool.binding import TableRow, import_package, package_files, staged_package
 from invpool.cache import KernelCache
 from invpool.check import prove, tolerance
-from invpool.generate import build_kernels
+from invpool.generate import Planned, build_kernels
 from invpool.gpu import present_gpu
 from invpool.reference import norm_error, pool_ref
 from invpool.runtime import GeneratedOp
@@ -385,7 +385,7 @@ def test_plans_on_tensor_cores(tmp_path: Path, algorithm: str, spec: PoolSpec, k
 def _prove_plans(folder: Path, spec: PoolSpec, choice: Choice) -> None:
     gpu = present_gpu()
     assert gpu is not None
-    kernels = build_kernels(spec, choice, (gpu.arch,), KernelCache())
+    kernels = build_kernels(spec, Planned(((0, choice),)), (gpu.arch,), KernelCache())
     with staged_package(folder / spec.slug, package_files(spec, gpu.name, kernels, (TableRow(0, 0, 1),))):
         pass
     proof = prove(import_package(folder / spec.slug).op, "cuda", seed=4)

@@ -127,6 +127,9 @@ def generate(
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace a package that was edited by hand.")] = False,
     on: OnOption = None,
+    predicted: Annotated[
+        bool, typer.Option("--predicted", help="Take the plans of least predicted time, even where some were tuned.")
+    ] = False,
     json: JsonOption = False,
 ) -> None:
     """Make a package: plan, render, compile, prove, bind.
@@ -148,7 +151,9 @@ def generate(
     from invpool.generate import Request
     from invpool.generate import generate as run
 
-    request = Request(spec, out or Path("build") / spec.slug, wanted, archs, algorithm, force, _on(on))
+    request = Request(
+        spec, out or Path("build") / spec.slug, wanted, archs, algorithm, force, _on(on), tuned=not predicted
+    )
     with _err.status(f"generating {spec.slug}") as status:
         result = run(request, progress=lambda what: status.update(f"{spec.slug}: {what}"))
     if json:

@@ -75,6 +75,8 @@ def generated_dict(result: Generated) -> dict[str, Any]:
         "gpu": result.gpu.name,
         "gpu_is_present": result.gpu_is_present,
         "archs": list(result.archs),
+        "tuned_on": result.planned.tuned_on,
+        "table": [dataclasses.asdict(row) for row in result.planned.table()],
         "kernels": kernels,
         "kernel_proof": result.kernel_proof.as_dict() if result.kernel_proof else None,
         "emulated_proof": result.emulated_proof.as_dict() if result.emulated_proof else None,
@@ -110,6 +112,8 @@ def print_generated(console: Console, result: Generated) -> None:
     console.print(table)
     for kernel in result.kernels:
         console.print(f"{kernel.plan.direction + ':':<10}{kernel.algorithm.name} {kernel.plan}", soft_wrap=True)
+    for line in _rows_lines([dataclasses.asdict(row) for row in result.planned.table()], result.planned.tuned_on):
+        console.print(line, soft_wrap=True)
     package, parent = escape(str(out)), escape(str(out.parent))
     lines = [
         *(
@@ -126,6 +130,17 @@ def print_generated(console: Console, result: Generated) -> None:
     ]
     for line in lines:
         console.print(line, soft_wrap=True)
+
+
+def _rows_lines(rows: list[dict[str, int]], tuned_on: str | None) -> list[str]:
+    """Where plans come from, and which kernels serve which batches if not all serve all."""
+    lines = [f"plans:    tuned on {tuned_on}" if tuned_on else "plans:    predicted; to measure: invpool sweep"]
+    if len(rows) > 1:
+        lines += [
+            f"          from B={row['min_batch']}: kernels {row['forward'] + 1} and {row['backward'] + 1}"
+            for row in rows
+        ]
+    return lines
 
 
 def kernel_proofs(on_gpu: _P | None, emulated: _P | None) -> list[_P | None]:
@@ -180,6 +195,8 @@ def print_manifest(console: Console, folder: Path, manifest: dict[str, Any], pro
             f"{launch['threads']} threads, {_kib(launch['shared_bytes'])} shared",
             soft_wrap=True,
         )
+    for line in _rows_lines(manifest["table"], manifest.get("tuned_on")):
+        console.print(line, soft_wrap=True)
     for kernels in kernel_proofs(*((proof or {}).get(where) for where in ("kernels", "emulated"))):
         console.print(
             f"kernels: last checked on {kernels['device']}: {'ok' if kernels['ok'] else 'WRONG'}"

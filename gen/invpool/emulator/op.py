@@ -29,6 +29,7 @@ class EmulatedOp(GeneratedOp):
     """
 
     namespace_prefix: ClassVar[str] = "invpool_emulated"
+    kernel_devices: ClassVar[tuple[str, ...]] = ("cpu",)
 
     cpu_forward = GeneratedOp.cuda_forward
     cpu_backward = GeneratedOp.cuda_backward
