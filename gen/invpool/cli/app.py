@@ -47,13 +47,13 @@ PrecisionOption = Annotated[str, typer.Option("--precision", help="exact, or tf3
 MaskedOption = Annotated[bool, typer.Option("--masked", help="Take a mask[B,H] of the variates that take part.")]
 GpuOption = Annotated[
     Optional[str],
-    typer.Option("--gpu", help="Plan for this GPU [default: the one present, else h200].", show_default=False),
+    typer.Option("--gpu", help="Plan for this GPU (default: the one present, else h200).", show_default=False),
 ]
 OnOption = Annotated[
     Optional[str],
     typer.Option(
         "--on",
-        help="Prove kernels on: gpu, emulator, both [default: GPU if present, else emulator].",
+        help="Prove kernels on: gpu, emulator, both (default: GPU if present, else emulator).",
         show_default=False,
     ),
 ]
@@ -111,19 +111,19 @@ def generate(
     masked: MaskedOption = False,
     algorithm: Annotated[
         Optional[str],
-        typer.Option("--algorithm", help="Use this one [default: least predicted time].", show_default=False),
+        typer.Option("--algorithm", help="Use this one (default: least predicted time).", show_default=False),
     ] = None,
     arch: Annotated[
         Optional[list[str]],
         typer.Option(
             "--arch",
-            help="Compile for sm_90, ...; repeat for more [default: the GPU's, else five].",
+            help="Compile for sm_90, ...; repeat for more (default: the GPU's, else five).",
             show_default=False,
         ),
     ] = None,
     gpu: GpuOption = None,
     out: Annotated[
-        Optional[Path], typer.Option("--out", help="Where to put it [default: build/<slug>].", show_default=False)
+        Optional[Path], typer.Option("--out", help="Where to put it (default: build/<slug>).", show_default=False)
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace a package that was edited by hand.")] = False,
     on: OnOption = None,
@@ -256,6 +256,90 @@ def explain(
         tables.print_json(_out, {"slug": spec.slug, "gpu": judged.name, "batch": batch, "rows": rows})
     else:
         tables.print_explain(_out, spec, judged, batch, rows)
+
+
+@app.command()
+def sweep(
+    path: Annotated[
+        Optional[Path],
+        typer.Argument(help="A generated package, which is made again with what was found.", show_default=False),
+    ] = None,
+    H: Annotated[Optional[int], typer.Option("--H", help="Number of variates.", show_default=False)] = None,
+    K: Annotated[Optional[int], typer.Option("--K", help="Steps of one trajectory.", show_default=False)] = None,
+    dtype: DTypeOption = "float32",
+    layout: LayoutOption = "bhk",
+    precision: PrecisionOption = "exact",
+    masked: MaskedOption = False,
+    batch: Annotated[str, typer.Option("--batch", help="Batch sizes to tune for.")] = "16,256,4096,65536",
+    budget: Annotated[str, typer.Option("--budget", help="Candidates (200) or time (90s, 5m, 1h) to search.")] = "200",
+    direction: Annotated[
+        Optional[str], typer.Option("--direction", help="forward or backward alone.", show_default=False)
+    ] = None,
+    algorithm: Annotated[
+        Optional[list[str]],
+        typer.Option("--algorithm", help="Try this one; repeat for more (default: all).", show_default=False),
+    ] = None,
+    measure: Annotated[
+        str, typer.Option("--measure", help="gpu, or counters: on the emulator, to try things out.")
+    ] = "gpu",
+    gpu: GpuOption = None,
+    ray: Annotated[
+        Optional[str],
+        typer.Option("--ray", help="Measure on a Ray cluster: its address, auto or local.", show_default=False),
+    ] = None,
+    replay: Annotated[
+        Optional[Path], typer.Option("--replay", help="Search in these records, without a GPU.", show_default=False)
+    ] = None,
+    records: Annotated[
+        Optional[Path],
+        typer.Option("--records", help="Keep records here (default: beside the table).", show_default=False),
+    ] = None,
+    plans: Annotated[
+        Optional[Path], typer.Option("--plans", help="JSON file of plans to try besides.", show_default=False)
+    ] = None,
+    timeout: Annotated[float, typer.Option("--timeout", min=1.0, help="Seconds that one candidate may take.")] = 120.0,
+    plot: Annotated[
+        Optional[Path], typer.Option("--plot", help="Draw measured against predicted time.", show_default=False)
+    ] = None,
+    json: JsonOption = False,
+) -> None:
+    """Find the fastest right plans on the GPU that is there, by batch size; generate takes them from then on.
+
+    Every candidate is checked against float64, forward and backward, before it is timed.
+
+    A sweep that was stopped goes on where it was.
+
+    Example: invpool sweep --H 128 --K 32 --batch 16,4096 --plot sweep.png
+    """
+    from invpool.cli import sweeping
+
+    if path is not None:
+        from invpool.binding import require_manifest
+        from invpool.spec import PoolSpec
+
+        if H is not None or K is not None:
+            _usage(ValueError("give a package or --H and --K, not both"))
+        spec = PoolSpec(**require_manifest(path)["spec"])
+    elif H is None or K is None:
+        _usage(ValueError("give a generated package, or --H and --K"))
+    else:
+        spec = _spec(H, K, dtype, layout, precision, masked)
+    try:
+        asked = sweeping.Asked.parse(
+            spec, batch, budget, direction, algorithm or [], measure, _gpu(gpu), ray, replay, records, plans, timeout
+        )
+    except ValueError as error:
+        _usage(error)
+    result = sweeping.run(asked, _err, _out, json, plot)
+    if path is not None and sweeping.may_regenerate(result):
+        from invpool.generate import Request
+        from invpool.generate import generate as make
+
+        with _err.status(f"generating {spec.slug} with the tuned plans"):
+            make(Request(spec, path))
+        _err.print(f"{escape(str(path))} has the tuned plans now", soft_wrap=True)
+    if result.interrupted:
+        raise typer.Exit(130)
 
 
 @app.command()

@@ -28,7 +28,7 @@ def print_json(console: Console, data: Any) -> None:
     console.out(json.dumps(data, indent=1, allow_nan=False), highlight=False)
 
 
-def _table(title: str, *columns: str, left: tuple[str, ...] = ()) -> Table:
+def plain_table(title: str, *columns: str, left: tuple[str, ...] = ()) -> Table:
     """A table that still reads at 80 columns: thin rules, numbers to the right."""
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
     for column in columns:
@@ -87,7 +87,7 @@ def generated_dict(result: Generated) -> dict[str, Any]:
 def print_generated(console: Console, result: Generated) -> None:
     spec, out = result.request.spec, result.request.out
     where = "the GPU in this machine" if result.gpu_is_present else "not in this machine"
-    table = _table(
+    table = plain_table(
         f"{spec.slug}, planned for {result.gpu.name} ({where})",
         *("direction", "registers", "spills", "shared", "occupancy", "error of the kernel"),
         left=("direction",),
@@ -157,7 +157,7 @@ def print_proof(console: Console, title: str, proof: Proof | None) -> None:
     if proof is None:
         console.print(f"{title}: [yellow]{NOT_RUN}[/]: {_NOWHERE}")
         return
-    table = _table(
+    table = plain_table(
         f"{title} on {proof.device}", "check", "error", "allowed", "against", "", left=("check", "against", "")
     )
     for finding in proof.findings:
@@ -172,7 +172,7 @@ def print_proof(console: Console, title: str, proof: Proof | None) -> None:
 
 
 def print_manifest(console: Console, folder: Path, manifest: dict[str, Any], proof: dict[str, Any] | None) -> None:
-    table = _table(
+    table = plain_table(
         f"{manifest['slug']} in {escape(str(folder))}, planned for {manifest['planned_for']}",
         *("direction", "target", "registers", "spills", "file"),
         left=("direction", "target", "file"),
@@ -234,7 +234,7 @@ def explain_rows(spec: PoolSpec, gpu: Gpu, batch: int) -> list[dict[str, Any]]:
 
 
 def print_explain(console: Console, spec: PoolSpec, gpu: Gpu, batch: int, rows: list[dict[str, Any]]) -> None:
-    table = _table(
+    table = plain_table(
         f"{spec.slug}, B={batch}, on {gpu.name} ({gpu.arch}): the best plan of each algorithm, predicted",
         *("algorithm", "direction", "Gop", "Gexp", "DRAM MB", "scratch", "KiB", "us", "bound"),
         left=("algorithm", "direction", "bound"),

@@ -1,0 +1,461 @@
+"""One sweep: the search fed, candidates compiled ahead, measured and recorded; the best compared and chosen."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from typing import Any, Final
+
+from invpool._version import __version__
+from invpool.abi import DIRECTIONS, Direction
+from invpool.algorithms import Choice, choose
+from invpool.compile import Compiled, Target
+from invpool.compile_pool import CompilePool
+from invpool.errors import CompileError, CompilerNotFoundError, TemplateError
+from invpool.render import render_kernel
+from invpool.sweep.crew import Crew
+from invpool.sweep.measure import FINAL_ROUNDS, Answer, Measured, Subject, Task, sort_batches
+from invpool.sweep.model import Progress, SweepError, SweepRequest, SweepResult, Verdict
+from invpool.sweep.records import Record, RecordFile, candidate_key
+from invpool.sweep.search import Search
+from invpool.sweep.space import Candidate, list_space
+from invpool.tuned import TunedRow, TunedTable, find_table
+
+log = logging.getLogger("invpool")
+
+# Plans of each direction that are compared once more at the end, beside the incumbent.
+_FINALISTS: Final = 3
+_FAILURES_TOLD: Final = 5
+
+
+@dataclasses.dataclass
+class _Pending:
+    """A candidate on its way: compiling first, where it needs code, then with the crew."""
+
+    candidate: Candidate
+    digest: str
+    compiling: dict[Direction, Future[Compiled]] = dataclasses.field(default_factory=dict)
+    resources: dict[str, int] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Compared:
+    """The best of one direction at one batch, and the time of what is there now, if that could be told."""
+
+    choice: Choice
+    time: Mapping[str, float]
+    old: Mapping[str, float] | None
+
+    @property
+    def totals(self) -> tuple[float, float] | None:
+        return None if self.old is None else (self.time["median_us"], self.old["median_us"])
+
+    @property
+    def gain(self) -> float:
+        return 0.0 if self.old is None else 1 - self.time["median_us"] / self.old["median_us"]
+
+    @property
+    def spread(self) -> float:
+        """The widest quartile range over its median."""
+        times = [self.time, *([self.old] if self.old is not None else [])]
+        return max((time["upper_quartile_us"] - time["lower_quartile_us"]) / time["median_us"] for time in times)
+
+
+class Session:
+    """One sweep at work.
+
+    Args:
+        request: what is to be tuned.
+        crew: who measures.
+        records: what is known already, and where more is put.
+        pool: who compiles; None where the crew needs no code.
+        on_progress: called whenever something has come of a candidate.
+    """
+
+    def __init__(
+        self,
+        request: SweepRequest,
+        crew: Crew,
+        records: RecordFile,
+        pool: CompilePool | None = None,
+        on_progress: Callable[[Progress], None] = lambda _: None,
+    ) -> None:
+        self.request = dataclasses.replace(request, batches=sort_batches(request.batches, request.spec))
+        self.crew, self.records, self._pool, self._on_progress = crew, records, pool, on_progress
+        spec, gpu = request.spec, request.gpu
+        # What every candidate is timed in turns with: the predicted plans.
+        self.default = choose(spec, gpu)
+        known = find_table(spec, dataclasses.replace(gpu, name=crew.device))
+        self._tuned = known if known is not None and known.device == crew.device else None
+        algorithms = request.algorithms
+        if not algorithms and request.directions != DIRECTIONS:
+            # One direction alone is of use only with the other one's algorithm.
+            algorithms = tuple(dict.fromkeys(self._incumbent(b).algorithm.name for b in self.request.batches))
+        self.spaces = {d: list_space(spec, gpu, d, algorithms, request.extra) for d in request.directions}
+        used = [self.default, *(self._incumbent(batch) for batch in self.request.batches)]
+        self._searches = {d: Search(space, self.request.batches, used) for d, space in self.spaces.items()}
+        self._codes: dict[tuple[str, Any], Future[Compiled]] = {}
+        self._seen: dict[tuple[str, ...], tuple[Candidate, Record]] = {}
+        self._base_us: dict[tuple[Direction, int], float] = {}
+        self.progress = Progress(total=request.budget.candidates)
+
+    # ---- what is there now
+
+    def _incumbent(self, batch: int) -> Choice:
+        """The plans that a package gets today for a batch."""
+        if self._tuned is None:
+            return self.default
+        return [choice for start, choice in self._tuned.starts() if start <= batch][-1]
+
+    # ---- code
+
+    def _code(self, choice: Choice, direction: Direction) -> Future[Compiled]:
+        assert self._pool is not None
+        key = (choice.algorithm.name, choice.plan(direction))
+        if key not in self._codes:
+            target = Target(choice.algorithm.arch_target(self.request.gpu.arch))
+            source = render_kernel(choice.algorithm, self.request.spec, choice.plan(direction))
+            self._codes[key] = self._pool.submit(source, target)
+        return self._codes[key]
+
+    def _subject(self, choice: Choice) -> Subject:
+        """The kernels of a choice, compiled. Raises as the compiler does."""
+        if self._pool is None:
+            return Subject(choice)
+        futures = {d: self._code(choice, d) for d in DIRECTIONS}
+        return Subject(choice, {d: future.result().code for d, future in futures.items()})
+
+    # ---- the search
+
+    def run(self) -> SweepResult:
+        """Searches, compares and chooses.
+
+        Raises:
+            SweepError: nothing that is right could be measured.
+            CompilerNotFoundError: code is needed and there is no nvcc.
+        """
+        interrupted = False
+        try:
+            self._search()
+        except KeyboardInterrupt:
+            interrupted = True
+        if not any(record.outcome == "ok" for _, record in self._seen.values()):
+            raise SweepError(self._why_nothing())
+        rows: list[list[Verdict]] = []
+        try:
+            rows = self._rows(compare=not interrupted)
+        except KeyboardInterrupt:
+            interrupted = True
+            rows = self._rows(compare=False)
+        table = None
+        if not interrupted:
+            provenance = {"invpool": __version__, "measurer": self.crew.measurer, **self.crew.provenance}
+            tuned = tuple(self._tuned_row(verdicts) for verdicts in rows)
+            table = TunedTable(self.crew.device, self.request.gpu.arch, self.request.spec, tuned, provenance)
+        return SweepResult(
+            self.request,
+            self.crew.device,
+            tuple(verdict for verdicts in rows for verdict in verdicts),
+            table,
+            tuple(record for _, record in self._seen.values()),
+            self._predictions(),
+            interrupted,
+        )
+
+    def _search(self) -> None:
+        started, budget = time.monotonic(), self.request.budget
+        pending: dict[Future[Any], _Pending] = {}
+        ahead = self.crew.size if self._pool is None else self._pool.jobs + 2 * self.crew.size
+
+        def may_go_on() -> bool:
+            tried = sum(search.tried for search in self._searches.values())
+            in_time = budget.seconds is None or time.monotonic() - started < budget.seconds
+            return in_time and (budget.candidates is None or tried < budget.candidates)
+
+        turns = collections.deque(self.request.directions)
+        while True:
+            while turns and len(pending) < ahead and may_go_on():
+                direction = turns[0]
+                turns.rotate(-1)
+                candidate = self._searches[direction].next()
+                if candidate is None:
+                    if not pending:
+                        turns.remove(direction)
+                        continue
+                    break  # what is on its way may open something
+                self._begin(candidate, pending)
+            if not pending:
+                break
+            for future in wait(pending, return_when=FIRST_COMPLETED).done:
+                self._go_on(future, pending.pop(future), pending)
+            self._report_pace(started)
+
+    def _report_pace(self, started: float) -> None:
+        spent, done, budget = time.monotonic() - started, self.progress.done, self.request.budget
+        if budget.seconds is not None:
+            self.progress.seconds_left = max(0.0, budget.seconds - spent)
+        elif done and budget.candidates is not None:
+            self.progress.seconds_left = spent / done * max(0, budget.candidates - done)
+        self._on_progress(self.progress)
+
+    def _begin(self, candidate: Candidate, pending: dict[Future[Any], _Pending]) -> None:
+        """Answers from the records, refuses, or sends to the compilers or the crew."""
+        spec = self.request.spec
+        if candidate.rejected is not None:
+            self._record(_Pending(candidate, ""), Measured("resources", candidate.rejected))
+            return
+        try:
+            waiting = _Pending(candidate, candidate.digest(spec))
+            known = self.records.get(
+                candidate_key(self.crew.measurer, self.crew.device, spec, candidate, waiting.digest)
+            )
+            if known is not None and known.covers(self.request.batches):
+                self._take(candidate, known)
+                return
+            if self._pool is None:
+                pending[self._send(waiting)] = waiting
+                return
+            choices = (self.default, candidate.choice(self.spaces[candidate.direction].partners))
+            for choice in choices:
+                for d in DIRECTIONS:
+                    self._code(choice, d)
+            waiting.compiling = {d: self._code(choices[1], d) for d in DIRECTIONS}
+        except TemplateError as error:
+            self._record(_Pending(candidate, ""), Measured("compile", str(error)))
+            return
+        pending[waiting.compiling[candidate.direction]] = waiting
+
+    def _send(self, waiting: _Pending) -> Future[Answer]:
+        candidate = waiting.candidate
+        choice = candidate.choice(self.spaces[candidate.direction].partners)
+        subjects = (self._subject(self.default), self._subject(choice))
+        request = self.request
+        return self.crew.submit(Task(request.spec, request.gpu, candidate.direction, subjects, request.batches))
+
+    def _go_on(self, future: Future[Any], waiting: _Pending, pending: dict[Future[Any], _Pending]) -> None:
+        """The next step of a candidate, of which one step is done."""
+        if not waiting.compiling:
+            answer: Answer = future.result()
+            self._record(waiting, answer.subjects[-1], answer.subjects[0])
+            return
+        candidate = waiting.candidate
+        waiting.compiling = {}
+        try:
+            compiled: Compiled = future.result()
+            obstacle = self._resources(candidate, compiled, waiting)
+            if obstacle is not None:
+                self._record(waiting, Measured("resources", obstacle))
+                return
+            sent = self._send(waiting)
+        except CompilerNotFoundError:
+            raise
+        except CompileError as error:
+            self._record(waiting, Measured("compile", str(error)[:500]))
+            return
+        pending[sent] = waiting
+
+    def _resources(self, candidate: Candidate, compiled: Compiled, waiting: _Pending) -> str | None:
+        """Why the code cannot be launched. One that spills can: whether it is slow for that is measured."""
+        used = compiled.resources
+        if used is None:
+            return None
+        spilled = used.spill_stores + used.spill_loads
+        waiting.resources = {"registers": used.registers, "spilled_bytes": spilled}
+        launch = candidate.algorithm.launch(self.request.spec, candidate.plan)
+        shared = launch.shared_bytes + used.static_shared
+        if self.request.gpu.blocks_per_sm(launch.threads, shared, used.registers) < 1:
+            return f"{launch.threads} threads of {used.registers} registers and {shared} bytes do not fit an SM"
+        return None
+
+    def _record(self, waiting: _Pending, measured: Measured, reference: Measured | None = None) -> None:
+        candidate = waiting.candidate
+        if measured.outcome == "ok" and reference is not None and reference.outcome != "ok":
+            log.warning("the reference %s could not be measured: %s", self.default.algorithm.name, reference.reason)
+        record = Record(
+            self.crew.measurer,
+            self.crew.device,
+            self.request.spec.slug,
+            candidate.direction,
+            candidate.algorithm.name,
+            candidate.plan.knobs,
+            waiting.digest,
+            measured.outcome,
+            measured.reason,
+            measured.times,
+            measured.errors,
+            waiting.resources,
+            {"invpool": __version__, **self.crew.provenance},
+        )
+        self.records.append(record)
+        self._take(candidate, self.records.get(record.key) or record)
+
+    def _take(self, candidate: Candidate, record: Record) -> None:
+        """Counts what came of a candidate, now or in an earlier sweep."""
+        direction, batches = candidate.direction, self.request.batches
+        self._seen[record.key] = (candidate, record)
+        self.progress.done += 1
+        if record.outcome == "ok":
+            for batch in batches:
+                self._base_us.setdefault((direction, batch), record.times[batch].get("reference_us", 0.0))
+            seconds = {batch: 1e-6 * self._calibrated_us(record, direction, batch) for batch in batches}
+            self._searches[direction].tell(candidate, seconds)
+            for batch in batches:
+                least = self.progress.best_us.get((direction, batch), float("inf"))
+                self.progress.best_us[direction, batch] = min(least, 1e6 * seconds[batch])
+        else:
+            self.progress.failures[record.outcome] += 1
+            self._searches[direction].tell(candidate, None)
+        self._on_progress(self.progress)
+
+    def _calibrated_us(self, record: Record, direction: Direction, batch: int) -> float:
+        """The median as it would be, had the clock not drifted since the reference was timed first."""
+        measured, base = record.times[batch], self._base_us.get((direction, batch), 0.0)
+        reference = measured.get("reference_us", 0.0)
+        return measured["median_us"] * (base / reference if base and reference else 1.0)
+
+    def _why_nothing(self) -> str:
+        failed = [(candidate, record) for candidate, record in self._seen.values() if record.outcome != "ok"]
+        if not failed:
+            return f"there is no candidate for {self.request.spec.slug} on {self.request.gpu.name}"
+        counts = ", ".join(f"{n} {kind}" for kind, n in sorted(self.progress.failures.items()))
+        shown = [f"{c.direction} {c}: {r.outcome}: {r.reason}" for c, r in failed[:_FAILURES_TOLD]]
+        more = [f"and {len(failed) - len(shown)} more"] if len(failed) > len(shown) else []
+        return "\n  ".join((f"none of {len(failed)} candidates can be used ({counts}):", *shown, *more))
+
+    # ---- the choice
+
+    def _ranked(self, direction: Direction, batch: int, algorithm: str) -> list[Candidate]:
+        """The right candidates of an algorithm, the fastest first; none of a direction that is not searched."""
+        if direction not in self.request.directions:
+            return []
+        found = [
+            (self._calibrated_us(record, direction, batch), str(candidate), candidate)
+            for candidate, record in self._seen.values()
+            if record.outcome == "ok" and candidate.direction == direction and candidate.algorithm.name == algorithm
+        ]
+        return [candidate for _, _, candidate in sorted(found, key=lambda entry: entry[:2])]
+
+    def _best_us(self, batch: int, algorithm: str) -> float | None:
+        """The least time of the searched directions together; None where one has nothing that is right."""
+        total = 0.0
+        for direction in self.request.directions:
+            ranked = self._ranked(direction, batch, algorithm)
+            if not ranked:
+                return None
+            record = self._record_of(ranked[0])
+            total += self._calibrated_us(record, direction, batch)
+        return total
+
+    def _record_of(self, candidate: Candidate) -> Record:
+        return next(record for known, record in self._seen.values() if known == candidate)
+
+    def _rows(self, compare: bool) -> list[list[Verdict]]:
+        """The verdicts of each batch. All rows have one kind of state, since a package has.
+
+        The kind that is fastest over the batches is tried first. Where a batch would lose by it, all keep to the kind
+        that is used today, by which none does.
+        """
+        self.progress.step = "compare"
+        incumbents = {self._incumbent(batch).algorithm.state(self.request.spec) for batch in self.request.batches}
+        rows: list[list[Verdict]] = []
+        for state in dict.fromkeys((*self._states()[:1], *incumbents)):
+            rows = []
+            for batch in self.request.batches:
+                algorithm = self._fastest(batch, state)[1]
+                if not algorithm:
+                    continue
+                finals = {d: self._compare(d, batch, algorithm) if compare else None for d in self.request.directions}
+                rows.append(self._decide(batch, algorithm, finals))
+            chosen = {verdicts[0].choice.algorithm.state(self.request.spec) for verdicts in rows}
+            if chosen == {state}:
+                break
+        return rows
+
+    def _fastest(self, batch: int, state: tuple[str, ...]) -> tuple[float, str]:
+        """Time and name of the fastest algorithm with a kind of state; infinity and nothing where there is none."""
+        names = {c.algorithm.name for c, _ in self._seen.values() if c.algorithm.state(self.request.spec) == state}
+        times = [(time, name) for name in names if (time := self._best_us(batch, name)) is not None]
+        return min(times, default=(math.inf, ""))
+
+    def _states(self) -> list[tuple[str, ...]]:
+        """The kinds of state that some algorithm has, the one that is fastest over the batches first."""
+        states = {candidate.algorithm.state(self.request.spec) for candidate, _ in self._seen.values()}
+        batches = self.request.batches
+        best = {batch: min(self._fastest(batch, state)[0] for state in states) for batch in batches}
+
+        def behind(state: tuple[str, ...]) -> float:
+            return sum(self._fastest(batch, state)[0] / best[batch] for batch in batches if best[batch] < math.inf)
+
+        return sorted(states, key=lambda state: (behind(state), state))
+
+    def _tuned_row(self, verdicts: list[Verdict]) -> TunedRow:
+        evidence = {v.direction: {**v.time, "gain": v.gain, "spread": v.spread} for v in verdicts}
+        return TunedRow.of(self.request.spec, verdicts[0].batch, verdicts[0].choice, evidence)
+
+    def _finalists(self, direction: Direction, batch: int, algorithm: str) -> list[Choice]:
+        partners = self.spaces[direction].partners
+        best = [candidate.choice(partners) for candidate in self._ranked(direction, batch, algorithm)[:_FINALISTS]]
+        return [self.default, self._incumbent(batch), *best]
+
+    def _compare(self, direction: Direction, batch: int, algorithm: str) -> Answer | None:
+        """The finalists, checked and timed in turns once more; None where that cannot be done."""
+        choices = self._finalists(direction, batch, algorithm)
+        try:
+            subjects = tuple(self._subject(choice) for choice in choices)
+        except CompileError as error:
+            log.warning("the best %s plans at B=%s could not be compared: %s", direction, batch, error)
+            return None
+        request = self.request
+        task = Task(request.spec, request.gpu, direction, subjects, (batch,), FINAL_ROUNDS, composite=True)
+        answer = self.crew.submit(task).result()
+        self._on_progress(self.progress)
+        return answer
+
+    def _decide(self, batch: int, algorithm: str, finals: Mapping[Direction, Answer | None]) -> list[Verdict]:
+        """The plans of a row. The incumbent stays unless it is beaten by more than the spread."""
+        incumbent, same = self._incumbent(batch), self._incumbent(batch).algorithm.name == algorithm
+        compared = {d: self._compared(d, batch, algorithm, finals.get(d)) for d in self.request.directions}
+        gains = {d: one.gain for d, one in compared.items()}
+        spreads = {d: one.spread for d, one in compared.items()}
+        if not same:
+            # The two directions of another algorithm come together or not at all.
+            totals = [one.totals for one in compared.values()]
+            joint = 0.0 if None in totals else 1 - sum(t[0] for t in totals if t) / sum(t[1] for t in totals if t)
+            gains = dict.fromkeys(gains, joint)
+            spreads = dict.fromkeys(spreads, max(spreads.values()))
+        kept = {d: one.old is not None and not gains[d] > spreads[d] for d, one in compared.items()}
+        keeps_all = all(kept.values())
+        base = incumbent if same or keeps_all else next(iter(compared.values())).choice
+        plans = {d: base.plan(d) if kept.get(d, True) else compared[d].choice.plan(d) for d in DIRECTIONS}
+        chosen = Choice(base.algorithm, **plans)
+        shown = {d: one.old if kept[d] and one.old is not None else one.time for d, one in compared.items()}
+        return [Verdict(d, batch, chosen, kept[d], gains[d], spreads[d], shown[d]) for d in compared]
+
+    def _compared(self, direction: Direction, batch: int, algorithm: str, answer: Answer | None) -> _Compared:
+        """The best of the algorithm's finalists, and the incumbent; by the search alone where nothing was compared."""
+        choices = self._finalists(direction, batch, algorithm)
+        ranked = self._ranked(direction, batch, algorithm)
+        searched = (choices[2], self._record_of(ranked[0]).times[batch])
+        if answer is None:
+            return _Compared(*searched, None)
+        composite = {"composite_us": answer.composite_us[batch]} if batch in answer.composite_us else {}
+        times: list[tuple[Choice, Mapping[str, float]] | None] = [
+            (choice, {**one.times[batch], **composite}) if one.outcome == "ok" and batch in one.times else None
+            for choice, one in zip(choices, answer.subjects, strict=True)
+        ]
+        timed = [pair for pair in times if pair is not None and pair[0].algorithm.name == algorithm]
+        winner, its_time = min(timed, key=lambda pair: pair[1]["median_us"], default=searched)
+        return _Compared(winner, its_time, times[1][1] if times[1] else None)
+
+    def _predictions(self) -> dict[tuple[str, ...], dict[int, float]]:
+        spec, gpu = self.request.spec, self.request.gpu
+        return {
+            key: {batch: 1e6 * candidate.seconds(spec, gpu, batch) for batch in self.request.batches}
+            for key, (candidate, _) in self._seen.items()
+            if candidate.rejected is None
+        }
