@@ -97,6 +97,7 @@ class Verdict:
             changes, since the two go together.
         spread: the widest quartile range over its median among what was compared.
         time: median_us, lower_quartile_us, upper_quartile_us; ``reference_us`` of the predicted plan; ``composite_us``.
+        incumbent: the same of the incumbent, from the comparison at the end; None where it could not be timed.
     """
 
     direction: Direction
@@ -106,6 +107,7 @@ class Verdict:
     gain: float
     spread: float
     time: Mapping[str, float]
+    incumbent: Mapping[str, float] | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,14 +7,16 @@ by the same code as on one host. Hosts need this package and a GPU of the same m
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Mapping
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Final
 
 from invpool.errors import InvpoolError
 from invpool.sweep.crew import TASK_SECONDS, Hello, Post
 from invpool.sweep.measure import Answer, MeasurerName, Task
 
+_CONNECT_SECONDS: Final = 10.0
 _post: Post | None = None
 
 
@@ -33,6 +35,17 @@ def _hello(measurer: MeasurerName, seconds: float) -> Hello:
 
 def _answer(measurer: MeasurerName, seconds: float, task: dict[str, Any]) -> dict[str, Any]:
     return _post_of(measurer, seconds).answer(Task.parse(task)).as_dict()
+
+
+def _require_answer(address: str) -> None:
+    """Ray itself tries for minutes. Raises InvpoolError where nothing listens at ``host:port``."""
+    host, colon, port = address.rpartition("://")[2].rpartition(":")
+    if not colon or not port.isdecimal():
+        return
+    try:
+        socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS).close()
+    except OSError as error:
+        raise InvpoolError(f"the Ray cluster at {address} cannot be reached: {error}") from error
 
 
 class RayCrew:
@@ -54,6 +67,7 @@ class RayCrew:
             import ray
         except ImportError as error:
             raise InvpoolError(f"--ray needs Ray ({error}); pip install 'invpool[ray]'") from error
+        _require_answer(address)
         self._ray: Any = ray
         self.measurer: MeasurerName = measurer
         self._seconds = seconds

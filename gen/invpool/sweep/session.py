@@ -361,20 +361,26 @@ class Session:
         that is used today, by which none does.
         """
         self.progress.step = "compare"
-        incumbents = {self._incumbent(batch).algorithm.state(self.request.spec) for batch in self.request.batches}
+        batches, spec = self.request.batches, self.request.spec
+        states = [self._states()[0], *(self._incumbent(batch).algorithm.state(spec) for batch in batches)]
         rows: list[list[Verdict]] = []
-        for state in dict.fromkeys((*self._states()[:1], *incumbents)):
+        for state in dict.fromkeys(states):
+            names = {batch: self._fastest(batch, state)[1] for batch in batches}
+            if not all(names.values()):
+                # Of today's kind nothing was searched: all that was found is held against it, and none is taken.
+                return [self._kept(verdicts) for verdicts in rows]
             rows = []
-            for batch in self.request.batches:
-                algorithm = self._fastest(batch, state)[1]
-                if not algorithm:
-                    continue
-                finals = {d: self._compare(d, batch, algorithm) if compare else None for d in self.request.directions}
-                rows.append(self._decide(batch, algorithm, finals))
-            chosen = {verdicts[0].choice.algorithm.state(self.request.spec) for verdicts in rows}
-            if chosen == {state}:
+            for batch, name in names.items():
+                finals = {d: self._compare(d, batch, name) if compare else None for d in self.request.directions}
+                rows.append(self._decide(batch, name, finals))
+            if {verdicts[0].choice.algorithm.state(spec) for verdicts in rows} == {state}:
                 break
         return rows
+
+    def _kept(self, verdicts: list[Verdict]) -> list[Verdict]:
+        """The same with the incumbent in place of what was found."""
+        choice = self._incumbent(verdicts[0].batch)
+        return [dataclasses.replace(v, choice=choice, kept=True, time=v.incumbent or v.time) for v in verdicts]
 
     def _fastest(self, batch: int, state: tuple[str, ...]) -> tuple[float, str]:
         """Time and name of the fastest algorithm with a kind of state; infinity and nothing where there is none."""
@@ -434,7 +440,9 @@ class Session:
         plans = {d: base.plan(d) if kept.get(d, True) else compared[d].choice.plan(d) for d in DIRECTIONS}
         chosen = Choice(base.algorithm, **plans)
         shown = {d: one.old if kept[d] and one.old is not None else one.time for d, one in compared.items()}
-        return [Verdict(d, batch, chosen, kept[d], gains[d], spreads[d], shown[d]) for d in compared]
+        return [
+            Verdict(d, batch, chosen, kept[d], gains[d], spreads[d], shown[d], one.old) for d, one in compared.items()
+        ]
 
     def _compared(self, direction: Direction, batch: int, algorithm: str, answer: Answer | None) -> _Compared:
         """The best of the algorithm's finalists, and the incumbent; by the search alone where nothing was compared."""

@@ -111,18 +111,19 @@ def list_space(
         best = {d: best_plan(algorithm, spec, gpu, d) for d in DIRECTIONS}
         if algorithm.reject_arch(gpu.arch) is None and best["forward"] and best["backward"]:
             partners[algorithm.name] = Choice(algorithm, best["forward"][0], best["backward"][0])
+    asked_for = {
+        (more.algorithm.name, more.plan): dataclasses.replace(more, rejected=_obstacle(spec, gpu, more, partners))
+        for more in extra
+        if more.direction == direction
+    }
     candidates = [
         Candidate(algorithm, plan)
         for algorithm in found
         if algorithm.name in partners
         for plan in algorithm.legal(spec, gpu, direction)
+        if (algorithm.name, plan) not in asked_for
     ]
-    known = {(candidate.algorithm.name, candidate.plan) for candidate in candidates}
-    candidates += [
-        dataclasses.replace(more, rejected=_obstacle(spec, gpu, more, partners))
-        for more in extra
-        if more.direction == direction and (more.algorithm.name, more.plan) not in known
-    ]
+    candidates += asked_for.values()
     return Space(spec, gpu, direction, tuple(candidates), partners)
 
 

@@ -1,0 +1,168 @@
+"""Workers: what a candidate does to one is charged to that candidate alone, and the sweep goes on."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+from invpool.algorithms import Choice, find_algorithm
+from invpool.gpu import KNOWN_GPUS
+from invpool.spec import PoolSpec
+from invpool.sweep.crew import LocalCrew, Post, Worker, WorkerDiedError, charged
+from invpool.sweep.measure import Answer, Measured, Subject, Task
+
+H200 = KNOWN_GPUS["h200"]
+SPEC = PoolSpec(9, 20)
+ONE_PASS = find_algorithm("one_pass")
+
+
+def choice_of(registers: int) -> Choice:
+    plans = [
+        next(p for p in ONE_PASS.legal(SPEC, H200, d) if p.knobs["registers"] == 64) for d in ("forward", "backward")
+    ]
+    return Choice(ONE_PASS, *(dataclasses.replace(plan, registers=registers) for plan in plans))
+
+
+def task(*registers: int, direction: str = "forward") -> Task:
+    subjects = tuple(Subject(choice_of(number)) for number in registers)
+    return Task(SPEC, H200, direction, subjects, (16, 65536))  # type: ignore[arg-type]
+
+
+def test_tasks_and_answers_survive_the_way() -> None:
+    coded = dataclasses.replace(task(64), subjects=(Subject(choice_of(64), {"forward": b"\0\xff", "backward": b"b"}),))
+    for one in (task(64, 96), coded):
+        assert Task.parse(one.as_dict()) == one
+    answer = Answer((Measured("ok", times={16: {"median_us": 1.0}}), Measured("timeout", "no")), {16: 9.0})
+    assert Answer.parse(answer.as_dict()) == answer
+
+
+def test_a_crew_answers_and_what_it_says_is_in_order() -> None:
+    crew = LocalCrew("counters", (0, 1))
+    try:
+        answers = [future.result(120) for future in [crew.submit(task(64, 96)) for _ in range(3)]]
+    finally:
+        crew.close()
+    assert crew.device.startswith("emulator")
+    assert crew.gpu is None
+    for answer in answers:
+        assert [one.outcome for one in answer.subjects] == ["ok", "ok"]
+        assert answer == answers[0]
+        time = answer.subjects[1].times[65536]
+        assert time["reference_us"] == answer.subjects[0].times[65536]["median_us"]
+        assert time["lower_quartile_us"] == time["median_us"] > answer.subjects[1].times[16]["median_us"]
+        assert all(share is not None and share <= 1 for share in answer.subjects[0].errors.values())
+
+
+@pytest.mark.slow
+def test_a_candidate_that_kills_its_worker_is_charged_and_the_next_has_another(plant) -> None:
+    plant({("backward", 96): "ends its process"})
+    crew = LocalCrew("counters")
+    try:
+        deadly, fine = crew.submit(task(64, 96, direction="backward")), crew.submit(task(64, 64))
+        assert [one.outcome for one in deadly.result(120).subjects] == ["ok", "runtime"]
+        assert "the worker died (SIGABRT)" in deadly.result().subjects[1].reason
+        assert [one.outcome for one in fine.result(120).subjects] == ["ok", "ok"]
+    finally:
+        crew.close()
+
+
+@pytest.mark.parametrize("direction", ["forward", pytest.param("backward", marks=pytest.mark.slow)])
+def test_what_a_candidate_does_is_charged_to_it_alone(plant, direction: str) -> None:
+    plant(
+        {
+            (direction, 96): "reads what is not there",
+            (direction, 128): "does not compile",
+            (direction, 168): "writes NaN",
+            (direction, 255): "skips a tile",
+        }
+    )
+    crew = LocalCrew("counters")
+    try:
+        found = {
+            registers: crew.submit(task(64, registers, direction=direction)).result(120)
+            for registers in (96, 128, 168, 255, 64)
+        }
+    finally:
+        crew.close()
+    outcomes = {registers: [one.outcome for one in answer.subjects] for registers, answer in found.items()}
+    assert outcomes == {
+        96: ["ok", "runtime"],
+        128: ["ok", "compile"],
+        168: ["ok", "correctness"],
+        255: ["ok", "correctness"],
+        64: ["ok", "ok"],
+    }
+    assert "Segmentation fault" in found[96].subjects[1].reason
+    assert "error" in found[128].subjects[1].reason
+    nan = found[168].subjects[1]
+    assert "nan" in nan.reason
+    assert None in nan.errors.values()
+    assert "allowed" in found[255].subjects[1].reason
+    for registers in (168, 255):
+        assert not found[registers].subjects[1].times  # what is wrong is never timed
+
+
+@pytest.mark.slow
+def test_a_candidate_that_never_ends_is_stopped(plant) -> None:
+    plant({("forward", 128): "never ends"})
+    crew = LocalCrew("counters", seconds=40)
+    try:
+        crew.submit(task(64)).result(120)
+        started = time.monotonic()
+        stuck, fine = crew.submit(task(64, 128)), crew.submit(task(64, 96))
+        assert [one.outcome for one in stuck.result(120).subjects] == ["ok", "timeout"]
+        assert "no answer in 40 s" in stuck.result().subjects[1].reason
+        assert [one.outcome for one in fine.result(120).subjects] == ["ok", "ok"]
+        assert time.monotonic() - started >= 40
+    finally:
+        crew.close()
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_killed_from_outside_is_replaced_and_its_task_done(plant) -> None:
+    plant({("forward", 128): "never ends"})
+    post = Post("counters", 0, 120)
+    assert [one.outcome for one in post.answer(task(64, 96)).subjects] == ["ok", "ok"]  # built, from here on
+    first = post.worker()
+
+    def kill_soon() -> None:
+        time.sleep(3)
+        os.kill(first.pid, signal.SIGKILL)
+
+    killer = threading.Thread(target=kill_soon)
+    killer.start()
+    short = Post("counters", 0, 25)
+    short._worker = first
+    answer = short.answer(task(64, 128))  # the second worker is not killed, and runs into the limit
+    killer.join()
+    assert [one.outcome for one in answer.subjects] == ["ok", "timeout"]
+    assert [one.outcome for one in short.answer(task(64, 96)).subjects] == ["ok", "ok"]
+    short.close()
+    post.close()
+
+
+def test_a_spoilt_worker_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    post = Post("counters", 0, 60)
+    monkeypatch.setattr(Worker, "ask", lambda self, task, seconds: (charged(task, "runtime", "spoilt"), False))
+    first = post.worker().pid
+    assert post.answer(task(64)).subjects[0].reason == "spoilt"
+    assert post.worker().pid != first
+    post.close()
+    with pytest.raises(WorkerDiedError, match="has ended"):
+        post.worker()
+
+
+def test_a_worker_that_cannot_start_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("INVPOOL_CXX", "/nonexistent/g++")
+    with pytest.raises(WorkerDiedError, match="worker died"):
+        LocalCrew("gpu")
+
+
+def test_a_lonely_task_that_kills_its_worker_is_charged_itself() -> None:
+    assert [one.outcome for one in charged(task(64), "runtime", "no").subjects] == ["runtime"]
+    assert [one.outcome for one in charged(task(64, 80, 96), "runtime", "no").subjects] == ["ok", "runtime", "runtime"]
