@@ -22,7 +22,7 @@ from invpool.sweep.model import Budget, Progress, SweepError, SweepRequest, Swee
 from invpool.sweep.records import RecordFile
 from invpool.sweep.replay import ReplayCrew
 from invpool.sweep.session import Session
-from invpool.sweep.space import list_space
+from invpool.sweep.space import Candidate, list_space
 from invpool.tuned import TUNED_VARIABLE, write_table
 
 H200 = KNOWN_GPUS["h200"]
@@ -239,11 +239,29 @@ def test_one_direction_alone_keeps_the_other_and_its_algorithm() -> None:
         assert row.choice.backward == DEFAULT.backward
 
 
+def test_what_another_sweep_found_can_be_timed_alone() -> None:
+    found = sweep(MadeUpCrew(favouring("one_pass_wgmma")))
+    extra = tuple(
+        Candidate(verdict.choice.algorithm, verdict.choice.plan(verdict.direction), asked_for=True)
+        for verdict in found.verdicts
+    )
+    crew = MadeUpCrew(favouring("one_pass_wgmma"))
+    again = sweep(crew, extra=extra, only_extra=True)
+    assert [verdict.choice for verdict in again.verdicts] == [verdict.choice for verdict in found.verdicts]
+    assert len(again.records) < 20 < len(found.records)
+
+
 def test_the_budget_counts_candidates() -> None:
     crew = MadeUpCrew(predicted)
     result = sweep(crew, budget=Budget(17))
     assert len(result.records) == 17
     assert len([task for task in crew.tasks if not task.composite]) == 17
+
+
+def test_all_is_all() -> None:
+    result = sweep(MadeUpCrew(predicted), algorithms=("one_pass",), budget=Budget.parse("all"), batches=(16,))
+    spaces = [list_space(SPEC, H200, d, ["one_pass"]) for d in DIRECTIONS]
+    assert len(result.records) == sum(len(space.candidates) for space in spaces)
 
 
 def test_progress_is_told() -> None:
@@ -329,7 +347,13 @@ def test_a_replay_finds_what_a_sweep_found_and_measures_nothing(tmp_path: Path) 
 
 @pytest.mark.parametrize(
     ("text", "budget"),
-    [("200", Budget(200)), ("90s", Budget(None, 90.0)), ("5m", Budget(None, 300.0)), ("1h", Budget(None, 3600.0))],
+    [
+        ("200", Budget(200)),
+        ("90s", Budget(None, 90.0)),
+        ("5m", Budget(None, 300.0)),
+        ("1h", Budget(None, 3600.0)),
+        ("all", Budget(None)),
+    ],
 )
 def test_budgets(text: str, budget: Budget) -> None:
     assert Budget.parse(text) == budget

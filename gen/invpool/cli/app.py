@@ -271,7 +271,9 @@ def sweep(
     precision: PrecisionOption = "exact",
     masked: MaskedOption = False,
     batch: Annotated[str, typer.Option("--batch", help="Batch sizes to tune for.")] = "16,256,4096,65536",
-    budget: Annotated[str, typer.Option("--budget", help="Candidates (200) or time (90s, 5m, 1h) to search.")] = "200",
+    budget: Annotated[
+        str, typer.Option("--budget", help="Candidates (200) or time (90s, 5m, 1h) to search, or all.")
+    ] = "200",
     direction: Annotated[
         Optional[str], typer.Option("--direction", help="forward or backward alone.", show_default=False)
     ] = None,

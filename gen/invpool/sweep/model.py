@@ -26,21 +26,30 @@ class SweepError(InvpoolError):
 
 @dataclasses.dataclass(frozen=True)
 class Budget:
-    """How long to search: so many candidates, or so many seconds. What is compared at the end is on top of it."""
+    """How long to search: so many candidates, or so many seconds, or until all were tried.
+
+    What is compared at the end is on top of it. With a limit, candidates that lie far behind are left alone.
+    """
 
     candidates: int | None = 200
     seconds: float | None = None
 
+    @property
+    def is_whole_space(self) -> bool:
+        return self.candidates is None and self.seconds is None
+
     @classmethod
     def parse(cls, text: str) -> Budget:
-        """``200``, ``90s``, ``5m`` or ``1h``.
+        """``200``, ``90s``, ``5m``, ``1h`` or ``all``.
 
         Raises:
             ValueError: the text is none of them.
         """
+        if text.strip() == "all":
+            return cls(None)
         match = re.fullmatch(r"([1-9]\d*)([smh]?)", text.strip())
         if not match:
-            raise ValueError(f"budget is {text!r}; one looks like 200 (candidates), 90s, 5m or 1h")
+            raise ValueError(f"budget is {text!r}; one looks like 200 (candidates), 90s, 5m, 1h or all")
         number = int(match[1])
         if not match[2]:
             return cls(number)
@@ -56,6 +65,7 @@ class SweepRequest:
         directions: those that are searched; of one that is not, the plan stays as it is.
         algorithms: those whose plans are tried; empty: all.
         extra: candidates beyond their spaces.
+        only_extra: of their spaces, the default plans alone: to time again what another sweep found.
     """
 
     spec: PoolSpec
@@ -65,6 +75,7 @@ class SweepRequest:
     algorithms: tuple[str, ...] = ()
     budget: Budget = Budget()
     extra: tuple[Candidate, ...] = ()
+    only_extra: bool = False
 
 
 @dataclasses.dataclass

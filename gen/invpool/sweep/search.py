@@ -32,10 +32,13 @@ class Search:
         space: what there is.
         batches: batch sizes that are timed; a search looks for the best plan of each.
         first: plans that are measured before all others: those that are used today.
+        gives_up: whether candidates that lie far behind are left alone.
     """
 
-    def __init__(self, space: Space, batches: Sequence[int], first: Iterable[Choice] = ()) -> None:
-        self.space = space
+    def __init__(
+        self, space: Space, batches: Sequence[int], first: Iterable[Choice] = (), gives_up: bool = True
+    ) -> None:
+        self.space, self._gives_up = space, gives_up
         self.batches = tuple(batches)
         self._predicted = {
             candidate: tuple(candidate.seconds(space.spec, space.gpu, batch) for batch in self.batches)
@@ -126,4 +129,4 @@ class Search:
                 if fresh:
                     return min(fresh, key=behind)
         chosen = min(rest, key=behind)
-        return chosen if behind(chosen) <= _HOPELESS else None
+        return chosen if not self._gives_up or behind(chosen) <= _HOPELESS else None

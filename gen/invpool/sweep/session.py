@@ -96,9 +96,12 @@ class Session:
         if not algorithms and request.directions != DIRECTIONS:
             # One direction alone is of use only with the other one's algorithm.
             algorithms = tuple(dict.fromkeys(self._incumbent(b).algorithm.name for b in self.request.batches))
-        self.spaces = {d: list_space(spec, gpu, d, algorithms, request.extra) for d in request.directions}
+        self.spaces = {
+            d: list_space(spec, gpu, d, algorithms, request.extra, request.only_extra) for d in request.directions
+        }
         used = [self.default, *(self._incumbent(batch) for batch in self.request.batches)]
-        self._searches = {d: Search(space, self.request.batches, used) for d, space in self.spaces.items()}
+        gives_up = not request.budget.is_whole_space
+        self._searches = {d: Search(space, self.request.batches, used, gives_up) for d, space in self.spaces.items()}
         self._codes: dict[tuple[str, Any], Future[Compiled]] = {}
         self._seen: dict[tuple[str, ...], tuple[Candidate, Record]] = {}
         self._base_us: dict[tuple[Direction, int], float] = {}

@@ -96,11 +96,13 @@ def list_space(
     direction: Direction,
     algorithms: Sequence[str] = (),
     extra: Sequence[Candidate] = (),
+    only_extra: bool = False,
 ) -> Space:
     """Every legal plan of the named algorithms, or of all that have legal plans in both directions on this GPU.
 
     Args:
         extra: candidates beyond the algorithms' spaces; the legality predicate judges them, too.
+        only_extra: of the algorithms' spaces, the default plans alone.
 
     Raises:
         ValueError: no algorithm has a given name.
@@ -120,7 +122,9 @@ def list_space(
         Candidate(algorithm, plan)
         for algorithm in found
         if algorithm.name in partners
-        for plan in algorithm.legal(spec, gpu, direction)
+        for plan in (
+            [partners[algorithm.name].plan(direction)] if only_extra else algorithm.legal(spec, gpu, direction)
+        )
         if (algorithm.name, plan) not in asked_for
     ]
     candidates += asked_for.values()

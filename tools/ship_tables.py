@@ -1,0 +1,151 @@
+"""Measures what docs/results and the package say of the sweep, on this machine's GPU.
+
+    python tools/ship_tables.py tables [--only h128]   the tables that ship: gen/invpool/tuned/<device>/<slug>.json
+    python tools/ship_tables.py spaces [--only h128]   whole spaces for CI to search in: tests/sweep/spaces/<slug>.jsonl
+    python tools/ship_tables.py trust                  does a sweep say the same thrice, and a fresh process the same?
+
+Needs a GPU, PyCUDA and nvcc. bkh times the finalists of bhk again, and nothing else. What `trust` finds is written to
+docs/results/sweep.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from record import REPO, RESULTS, write_result
+
+from invpool.cache import KernelCache
+from invpool.compile_pool import CompilePool
+from invpool.spec import PoolSpec
+from invpool.sweep.crew import LocalCrew, gpu_numbers
+from invpool.sweep.model import Budget, SweepRequest, SweepResult
+from invpool.sweep.records import RecordFile
+from invpool.sweep.report import result_dict
+from invpool.sweep.session import Session
+from invpool.sweep.space import Candidate
+from invpool.tuned import write_table
+
+SHAPES = ((128, 32), (64, 16), (256, 64), (321, 96), (862, 96), (7, 96), (21, 96), (137, 96))
+DTYPES = ("float32", "bfloat16")
+BATCHES = (16, 256, 4096, 65536)
+SECONDS_PER_SPEC = 25.0
+# Whole spaces are those of the algorithms that a search chooses among here; three_pass and recompute are far behind.
+SPACE_ALGORITHMS = ("one_pass", "one_pass_mma", "one_pass_wgmma", "one_pass_streamed")
+SPACES = (PoolSpec(64, 16), PoolSpec(7, 96), PoolSpec(21, 96), PoolSpec(128, 32, "bfloat16"))
+TRUST = PoolSpec(128, 32)
+
+
+class Tuner:
+    """A crew and compilers that several sweeps share."""
+
+    def __init__(self) -> None:
+        self.crew = LocalCrew("gpu", gpu_numbers()[:1] or (0,))
+        self.pool = CompilePool(KernelCache().root)
+
+    def sweep(self, spec: PoolSpec, records: Path | None = None, **options: Any) -> SweepResult:
+        assert self.crew.gpu is not None
+        request = SweepRequest(spec, self.crew.gpu, **{"batches": BATCHES, **options})
+        started = time.perf_counter()
+        result = Session(request, self.crew, RecordFile(records), self.pool).run()
+        failures = dict(result.failures)
+        print(
+            f"{spec.slug}: {len(result.records)} candidates, {time.perf_counter() - started:.0f} s, failed {failures}"
+        )
+        for entry in result_dict(result)["verdicts"]:
+            words = (entry["direction"], entry["batch"], entry["algorithm"], entry["time"]["median_us"])
+            print("  {} B={} {} {:.1f} us".format(*words), "kept" if entry["kept"] else f"gain {entry['gain']:.1%}")
+        sys.stdout.flush()
+        return result
+
+    def close(self) -> None:
+        self.crew.close()
+        self.pool.close()
+
+
+def finalists(result: SweepResult) -> tuple[Candidate, ...]:
+    found = dict.fromkeys(
+        (v.choice.algorithm, plan) for v in result.verdicts for plan in (v.choice.forward, v.choice.backward)
+    )
+    return tuple(Candidate(algorithm, plan, asked_for=True) for algorithm, plan in found)
+
+
+def tables(tuner: Tuner, only: str) -> None:
+    for H, K in SHAPES:
+        for dtype in DTYPES:
+            spec, other = PoolSpec(H, K, dtype), PoolSpec(H, K, dtype, "bkh")  # type: ignore[arg-type]
+            if only not in spec.slug:
+                continue
+            first = tuner.sweep(spec, budget=Budget(None, SECONDS_PER_SPEC))
+            second = tuner.sweep(other, extra=finalists(first), only_extra=True)
+            for result in (first, second):
+                assert result.table is not None
+                print("wrote", write_table(result.table, REPO / "gen" / "invpool" / "tuned"))
+
+
+def spaces(tuner: Tuner, only: str) -> None:
+    for spec in SPACES:
+        if only in spec.slug:
+            path = REPO / "tests" / "sweep" / "spaces" / f"{spec.slug}.jsonl"
+            tuner.sweep(spec, path, batches=(16, 4096), algorithms=SPACE_ALGORITHMS, budget=Budget(None))
+
+
+def trust(tuner: Tuner) -> None:
+    """Three sweeps of the default spec, each from nothing, and its winners once more in a fresh process."""
+    runs, seconds = [], []
+    for _ in range(3):
+        started = time.perf_counter()
+        runs.append(tuner.sweep(TRUST, budget=Budget(200)))
+        seconds.append(time.perf_counter() - started)
+    tuner.close()
+    fresh = Tuner()
+    again = fresh.sweep(TRUST, extra=finalists(runs[-1]), only_extra=True)
+    fresh.close()
+
+    def ratios(result: SweepResult) -> dict[str, float]:
+        return {
+            f"{v.direction} B={v.batch}": v.time["median_us"] / v.time["reference_us"]
+            for v in result.verdicts
+            if "reference_us" in v.time
+        }
+
+    rows = [ratios(result) for result in runs]
+    least = {name: [row[name] for row in rows] for name in rows[0]}
+    agreement = {name: max(values) / min(values) - 1 for name, values in least.items()}
+    repeated = {name: abs(ratios(again)[name] / rows[-1][name] - 1) for name in rows[-1]}
+    print("seconds", [round(value) for value in seconds])
+    print("three sweeps differ by", {name: f"{value:.1%}" for name, value in agreement.items()})
+    print("a fresh process differs by", {name: f"{value:.1%}" for name, value in repeated.items()})
+    write_result(
+        RESULTS / "sweep.json",
+        {
+            "seconds": seconds,
+            "agreement": agreement,
+            "fresh_process": repeated,
+            "runs": [result_dict(result) for result in runs],
+        },
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("tables", "spaces", "trust"))
+    parser.add_argument("--only", default="", help="specs whose slug contains this")
+    options = parser.parse_args()
+    if not gpu_numbers():
+        sys.exit("no GPU here: nothing can be tuned")
+    tuner = Tuner()
+    try:
+        if options.what == "trust":
+            trust(tuner)
+        else:
+            {"tables": tables, "spaces": spaces}[options.what](tuner, options.only)
+    finally:
+        tuner.close()
+
+
+if __name__ == "__main__":
+    main()
