@@ -309,7 +309,8 @@ def test_backward_twice(make_op: MakeOp) -> None:
     [
         ([[1.0]], None, TypeError, r"x is list; expected a torch.Tensor"),
         (torch.zeros(2, 3, 5), None, ValueError, r"shape \(2, 3, 5\); this op was made for \[B,H,K\] = \(B, 5, 3\)"),
-        (torch.zeros(5, 3), None, ValueError, r"shape \(5, 3\)"),
+        (torch.zeros(5, 4), None, ValueError, r"shape \(5, 4\)"),
+        (torch.zeros(3), None, ValueError, r"shape \(3,\).*any leading axes or none in place of B"),
         (torch.zeros(2, 5, 3).double(), None, TypeError, r"torch.float64; this op was made for torch.float32"),
         (torch.zeros(2, 5, 3), torch.ones(2, 5, dtype=torch.bool), ValueError, r"takes no mask; .* --masked"),
     ],

@@ -235,7 +235,7 @@ def _scalar_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class GeneratedOp:
-    """The op of one generated package. Call it as ``op(x, scale=None, mask=None)``.
+    """The op of one generated package. Call it as ``op(x, scale=None, mask=None, lengths=None)``.
 
     Attributes:
         H, K, dtype, layout, masked: the spec it was made for.
@@ -346,7 +346,8 @@ class GeneratedOp:
         axes = "[B,H,K]" if self.layout == "bhk" else "[B,K,H]"
         if x.ndim != 3 or tuple(x.shape[1:]) != self.shape:
             raise ValueError(
-                f"x has shape {tuple(x.shape)}; this op was made for {axes} = (B, {self.shape[0]}, {self.shape[1]})"
+                f"x has shape {tuple(x.shape)}; this op was made for {axes} = (B, {self.shape[0]}, {self.shape[1]}), "
+                "any leading axes or none in place of B"
             )
         if x.dtype != self.dtype:
             raise TypeError(f"x is {x.dtype}; this op was made for {self.dtype}")
@@ -393,40 +394,104 @@ class GeneratedOp:
 
     # ---- what users call
 
-    def __call__(self, x: Tensor, scale: Tensor | float | None = None, mask: Tensor | None = None) -> Tensor:
+    def __call__(
+        self,
+        x: Tensor,
+        scale: Tensor | float | None = None,
+        mask: Tensor | None = None,
+        lengths: Tensor | None = None,
+    ) -> Tensor:
         """Inverted-attention pooling.
 
         Args:
-            x: ``[B,H,K]`` or ``[B,K,H]`` by the layout, of the op's dtype, on cpu or cuda, any strides.
+            x: ``[...,H,K]`` or ``[...,K,H]`` by the layout, any leading axes or none, of the op's dtype, on cpu or
+                cuda, any strides. Under autocast x is cast to the op's dtype, and gradients back.
             scale: what scores are multiplied by: None for 1/sqrt(K), a number, or a tensor of one
                 element, which may require a gradient (that backward then forms [B,H,H] in torch).
-            mask: ``[B,H]`` bool or uint8, true where a variate takes part; only if the spec is masked.
+            mask: ``[...,H]`` bool or uint8, true where a variate takes part; only if the spec is masked.
                 A variate that takes no part is seen by none, and its own out and dx are 0.
+            lengths: ``[...]`` integers, in place of mask: the first so many variates take part.
 
         Returns:
-            out ``[B,H]``, contiguous, of x's dtype.
+            out ``[...,H]``, contiguous, of the op's dtype.
 
         Raises:
-            TypeError, ValueError: see :meth:`check_input` and :meth:`scale_tensor`.
+            TypeError, ValueError: see :meth:`check_input`, :meth:`scale_tensor` and :meth:`mask_of_lengths`.
             LoadError: there is no code for this GPU, or the package is damaged.
         """
-        self.check_input(x, mask)
+        x, mask, leading = self._batched(x, mask, lengths)
         factor, takes_part = self.scale_tensor(x, scale), self.full_mask(x, mask)
         if _needs_autograd(x, factor):
-            return _Pool.apply(x, factor, takes_part, self.namespace)[0]  # type: ignore[no-any-return]
-        return _raw(self.namespace, "forward")(x, factor, takes_part)[0]  # type: ignore[no-any-return]
+            out = _Pool.apply(x, factor, takes_part, self.namespace)[0]
+        else:
+            out = _raw(self.namespace, "forward")(x, factor, takes_part)[0]
+        return out if leading is None else out.reshape(*leading, self.H)  # type: ignore[no-any-return]
 
-    def attention_map(self, x: Tensor, scale: Tensor | float | None = None, mask: Tensor | None = None) -> Tensor:
-        """The attention ``a[B,H,H]``, rows summing to one, in float32 (float64 for float64 x).
+    def attention_map(
+        self,
+        x: Tensor,
+        scale: Tensor | float | None = None,
+        mask: Tensor | None = None,
+        lengths: Tensor | None = None,
+    ) -> Tensor:
+        """The attention ``a[...,H,H]``, rows summing to one, in float32 (float64 for float64 x).
 
         From the kernel where the plan keeps it and no gradient is wanted, else in closed form, which
         is differentiable. Takes the same arguments and raises the same errors as the op itself.
         """
-        self.check_input(x, mask)
+        x, mask, leading = self._batched(x, mask, lengths)
         factor, takes_part = self.scale_tensor(x, scale), self.full_mask(x, mask)
         if "attn" in self.state and not _needs_autograd(x, factor):
-            return _raw(self.namespace, "forward")(x, factor, takes_part)[1 + self.state.index("attn")]  # type: ignore[no-any-return]
-        return closed_form_attention(_closed_form_view(self.namespace, x), factor, takes_part)[0]
+            found = _raw(self.namespace, "forward")(x, factor, takes_part)[1 + self.state.index("attn")]
+        else:
+            found = closed_form_attention(_closed_form_view(self.namespace, x), factor, takes_part)[0]
+        return found if leading is None else found.reshape(*leading, self.H, self.H)  # type: ignore[no-any-return]
+
+    def _batched(
+        self, x: Tensor, mask: Tensor | None, lengths: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, tuple[int, ...] | None]:
+        """x and mask with one leading axis, and the axes that were there instead; None if it was one.
+
+        Raises:
+            TypeError, ValueError: see :meth:`__call__`.
+        """
+        if lengths is not None:
+            if mask is not None:
+                raise ValueError("give mask or lengths, not both")
+            mask = self.mask_of_lengths(x, lengths)
+        leading = None
+        if isinstance(x, Tensor):
+            if x.dtype != self.dtype and x.is_floating_point() and torch.is_autocast_enabled(x.device.type):
+                x = x.to(self.dtype)
+            if x.ndim != 3 and x.ndim >= 2 and tuple(x.shape[-2:]) == self.shape:
+                leading = tuple(x.shape[:-2])
+                x = x.reshape(-1, *self.shape)
+                if isinstance(mask, Tensor):
+                    if tuple(mask.shape) != (*leading, self.H):
+                        expected = (*leading, self.H)
+                        raise ValueError(f"mask has shape {tuple(mask.shape)} on {mask.device}; expected {expected}")
+                    mask = mask.reshape(-1, self.H)
+        self.check_input(x, mask)
+        return x, mask, leading
+
+    def mask_of_lengths(self, x: Tensor, lengths: Tensor) -> Tensor:
+        """``[...,H]`` bool: true for the first ``lengths[...]`` variates of an item.
+
+        Values beyond 0 to H are taken as the nearer of these: to look at them would wait for the GPU.
+
+        Raises:
+            TypeError: lengths is no integer tensor.
+            ValueError: its shape or device is not that of x's leading axes.
+        """
+        if not isinstance(lengths, Tensor) or lengths.is_floating_point() or lengths.dtype == torch.bool:
+            got = str(lengths.dtype) if isinstance(lengths, Tensor) else type(lengths).__name__
+            raise TypeError(f"lengths is {got}; expected a tensor of integers, variates of each item that take part")
+        if isinstance(x, Tensor) and (lengths.shape != x.shape[:-2] or lengths.device != x.device):
+            raise ValueError(
+                f"lengths has shape {tuple(lengths.shape)} on {lengths.device}; "
+                f"expected {tuple(x.shape[:-2])} on {x.device}"
+            )
+        return torch.arange(self.H, device=lengths.device) < lengths[..., None]
 
     # ---- loading and launching
 
@@ -932,9 +997,9 @@ class InvertedAttentionPoolBase(nn.Module):
         self._given = scale
         self.scale = nn.Parameter(torch.tensor(start, dtype=_scalar_dtype(self.op.dtype))) if learn_scale else None
 
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None = None, lengths: Tensor | None = None) -> Tensor:
         """See :meth:`GeneratedOp.__call__`."""
-        return self.op(x, self._given if self.scale is None else self.scale, mask)
+        return self.op(x, self._given if self.scale is None else self.scale, mask, lengths)
 
     def extra_repr(self) -> str:
         learned = (
