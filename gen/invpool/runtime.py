@@ -31,6 +31,7 @@ from typing import Any, ClassVar, Final
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 MANIFEST_SCHEMA: Final = 2
 BATCH_INVARIANT_VARIABLE: Final = "INVPOOL_BATCH_INVARIANT"
@@ -234,94 +235,28 @@ def _scalar_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-class GeneratedOp:
-    """The op of one generated package. Call it as ``op(x, scale=None, mask=None, lengths=None)``.
+class PoolOp:
+    """What every op of one spec does with its arguments. Call it as ``op(x, scale=None, mask=None, lengths=None)``.
 
     Attributes:
         H, K, dtype, layout, masked: the spec it was made for.
-        manifest: the parsed manifest.
-        namespace: where its raw ops live: ``torch.ops.<namespace>.forward`` and ``.backward``.
-        batch_invariant: use one plan for every B, so that ``op(x)[i]`` is bitwise ``op(x[i:i+1])[0]``.
     """
 
-    # A subclass that runs the kernels elsewhere than on CUDA registers raw ops of its own.
-    namespace_prefix: ClassVar[str] = "invpool"
-    # The types of devices whose tensors the kernels take; all others take the closed form.
-    kernel_devices: ClassVar[tuple[str, ...]] = ("cuda",)
+    def __init__(self, H: int, K: int, dtype: torch.dtype, layout: str, masked: bool) -> None:
+        self.H, self.K, self.dtype, self.layout, self.masked = H, K, dtype, layout, masked
 
-    def __init__(self, folder: Path) -> None:
-        path = folder / "manifest.json"
-        try:
-            text = path.read_bytes()
-            self.manifest: dict[str, Any] = json.loads(text)
-            schema = self.manifest["schema"]
-            self._regenerate = str(self.manifest["regenerate"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise LoadError(f"{path} cannot be read as a manifest ({error!r}); generate the package again") from error
-        if schema != MANIFEST_SCHEMA:
-            raise LoadError(
-                f"{path} has schema {schema}, this runtime reads {MANIFEST_SCHEMA}; regenerate with: {self._regenerate}"
-            )
-        try:
-            spec = self.manifest["spec"]
-            self.H, self.K = int(spec["H"]), int(spec["K"])
-            self.layout, self.masked = str(spec["layout"]), bool(spec["masked"])
-            self.dtype: torch.dtype = getattr(torch, spec["dtype"])
-            self.state: tuple[str, ...] = tuple(self.manifest["state"])
-            self.extra_state = next((name for name in self.state if name not in ("out_acc", "lse")), None)
-            self._kernels = [self._read_kernel(entry) for entry in self.manifest["kernels"]]
-            self._rows: list[dict[str, int]] = sorted(self.manifest["table"], key=lambda row: int(row["min_batch"]))
-            self._starts = [int(row["min_batch"]) for row in self._rows]
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise LoadError(f"{path} is damaged ({error!r}); regenerate with: {self._regenerate}") from error
-        self.namespace = f"{self.namespace_prefix}_{hashlib.sha256(text).hexdigest()[:16]}"
-        self._shared = _register(self)
-        self.folder = folder
+    def _pool(self, x: Tensor, scale: Tensor | None, mask: Tensor | None) -> Tensor:
+        """out[B,H] of a checked batch."""
+        raise NotImplementedError
 
-    @staticmethod
-    def _read_kernel(entry: dict[str, Any]) -> _Kernel:
-        images = tuple((str(i["target"]), str(i["file"]), str(i["sha256"])) for i in entry["images"])
-        launch = entry["launch"]
-        return _Kernel(
-            str(entry["entry"]),
-            tuple(entry["arguments"]),
-            int(launch["threads"]),
-            int(launch["shared_bytes"]),
-            int(launch["items_per_block"]),
-            int(launch["blocks_per_item"]),
-            None if launch["most_blocks"] is None else int(launch["most_blocks"]),
-            images,
-        )
+    def _attention(self, x: Tensor, scale: Tensor | None, mask: Tensor | None) -> Tensor:
+        """a[B,H,H] of a checked batch, in the type of the sums."""
+        seen = self.variate_major(x).to(_scalar_dtype(self.dtype))
+        return closed_form_attention(seen, scale, mask)[0]
 
-    @property
-    def folder(self) -> Path:
-        """Where the package was opened last, by whichever of its copies."""
-        return self._shared.folders[0]
-
-    @folder.setter
-    def folder(self, folder: Path) -> None:
-        self._shared.folders.insert(0, folder.absolute())
-
-    @property
-    def batch_invariant(self) -> bool:
-        return self._shared.batch_invariant
-
-    @batch_invariant.setter
-    def batch_invariant(self, value: bool) -> None:
-        self._shared.batch_invariant = value
-
-    # What is registered and loaded belongs to the process: a copied module uses the same op.
-    def __copy__(self) -> GeneratedOp:
-        return self
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> GeneratedOp:
-        return self
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return open_package, (str(self.folder),)
-
-    def __repr__(self) -> str:
-        return f"GeneratedOp({self.manifest['slug']}, {self.namespace})"
+    def _how_to_mask(self) -> str:
+        """What to type for an op that takes a mask."""
+        raise NotImplementedError
 
     # ---- shapes and layouts
 
@@ -358,7 +293,7 @@ class GeneratedOp:
         if not isinstance(mask, Tensor):
             raise TypeError(f"mask is {type(mask).__name__}; expected a torch.Tensor")
         if not self.masked:
-            raise ValueError(f"this op takes no mask; make one that does with: {self._regenerate} --masked")
+            raise ValueError(f"this op takes no mask; {self._how_to_mask()}")
         if mask.dtype not in (torch.bool, torch.uint8):
             raise TypeError(f"mask is {mask.dtype}; expected bool or uint8, true where a variate takes part")
         if mask.shape != (x.shape[0], self.H) or mask.device != x.device:
@@ -421,11 +356,8 @@ class GeneratedOp:
         """
         x, mask, leading = self._batched(x, mask, lengths)
         factor, takes_part = self.scale_tensor(x, scale), self.full_mask(x, mask)
-        if _needs_autograd(x, factor):
-            out = _Pool.apply(x, factor, takes_part, self.namespace)[0]
-        else:
-            out = _raw(self.namespace, "forward")(x, factor, takes_part)[0]
-        return out if leading is None else out.reshape(*leading, self.H)  # type: ignore[no-any-return]
+        out = self._pool(x, factor, takes_part)
+        return out if leading is None else out.reshape(*leading, self.H)
 
     def attention_map(
         self,
@@ -441,11 +373,8 @@ class GeneratedOp:
         """
         x, mask, leading = self._batched(x, mask, lengths)
         factor, takes_part = self.scale_tensor(x, scale), self.full_mask(x, mask)
-        if "attn" in self.state and not _needs_autograd(x, factor):
-            found = _raw(self.namespace, "forward")(x, factor, takes_part)[1 + self.state.index("attn")]
-        else:
-            found = closed_form_attention(_closed_form_view(self.namespace, x), factor, takes_part)[0]
-        return found if leading is None else found.reshape(*leading, self.H, self.H)  # type: ignore[no-any-return]
+        found = self._attention(x, factor, takes_part)
+        return found if leading is None else found.reshape(*leading, self.H, self.H)
 
     def _batched(
         self, x: Tensor, mask: Tensor | None, lengths: Tensor | None
@@ -492,6 +421,141 @@ class GeneratedOp:
                 f"expected {tuple(x.shape[:-2])} on {x.device}"
             )
         return torch.arange(self.H, device=lengths.device) < lengths[..., None]
+
+
+# What the closed form may take beside its arguments and results: items are taken in turns.
+CLOSED_FORM_BYTES: Final = 256 * 2**20
+# Matrices [H,H] that it holds at a time, forward and backward.
+_CLOSED_FORM_MATRICES: Final = 6
+
+
+class ClosedFormOp(PoolOp):
+    """The op without kernels: the closed form by torch's own operators, on any device, a few items at a time."""
+
+    def _how_to_mask(self) -> str:
+        return "make one with masked=True"
+
+    def _items(self) -> int:
+        size = torch.finfo(_scalar_dtype(self.dtype)).bits // 8
+        return max(1, CLOSED_FORM_BYTES // (_CLOSED_FORM_MATRICES * size * max(1, self.H) ** 2))
+
+    def _pool(self, x: Tensor, scale: Tensor | None, mask: Tensor | None) -> Tensor:
+        def form(x: Tensor, scale: Tensor | None, mask: Tensor | None) -> Tensor:
+            seen = self.variate_major(x).to(_scalar_dtype(self.dtype))
+            return closed_form_forward(seen, scale, mask).to(self.dtype)
+
+        # Neither torch.compile nor vmap can see how many items there are, or follow a checkpoint.
+        transformed = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+        if transformed or x.shape[0] <= self._items():
+            return form(x, scale, mask)
+        masks = [None] * x.shape[0] if mask is None else mask.split(self._items())
+        parts = zip(x.split(self._items()), masks, strict=False)
+        # Backward forms each part again rather than keep [B,H,H] of them all.
+        return torch.cat([checkpoint(form, part, scale, takes_part, use_reentrant=False) for part, takes_part in parts])
+
+
+class GeneratedOp(PoolOp):
+    """The op of one generated package.
+
+    Attributes:
+        manifest: the parsed manifest.
+        namespace: where its raw ops live: ``torch.ops.<namespace>.forward`` and ``.backward``.
+        batch_invariant: use one plan for every B, so that ``op(x)[i]`` is bitwise ``op(x[i:i+1])[0]``.
+    """
+
+    # A subclass that runs the kernels elsewhere than on CUDA registers raw ops of its own.
+    namespace_prefix: ClassVar[str] = "invpool"
+    # The types of devices whose tensors the kernels take; all others take the closed form.
+    kernel_devices: ClassVar[tuple[str, ...]] = ("cuda",)
+
+    def __init__(self, folder: Path) -> None:
+        path = folder / "manifest.json"
+        try:
+            text = path.read_bytes()
+            self.manifest: dict[str, Any] = json.loads(text)
+            schema = self.manifest["schema"]
+            self._regenerate = str(self.manifest["regenerate"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise LoadError(f"{path} cannot be read as a manifest ({error!r}); generate the package again") from error
+        if schema != MANIFEST_SCHEMA:
+            raise LoadError(
+                f"{path} has schema {schema}, this runtime reads {MANIFEST_SCHEMA}; regenerate with: {self._regenerate}"
+            )
+        try:
+            spec = self.manifest["spec"]
+            dtype: torch.dtype = getattr(torch, spec["dtype"])
+            super().__init__(int(spec["H"]), int(spec["K"]), dtype, str(spec["layout"]), bool(spec["masked"]))
+            self.state: tuple[str, ...] = tuple(self.manifest["state"])
+            self.extra_state = next((name for name in self.state if name not in ("out_acc", "lse")), None)
+            self._kernels = [self._read_kernel(entry) for entry in self.manifest["kernels"]]
+            self._rows: list[dict[str, int]] = sorted(self.manifest["table"], key=lambda row: int(row["min_batch"]))
+            self._starts = [int(row["min_batch"]) for row in self._rows]
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise LoadError(f"{path} is damaged ({error!r}); regenerate with: {self._regenerate}") from error
+        self.namespace = f"{self.namespace_prefix}_{hashlib.sha256(text).hexdigest()[:16]}"
+        self._shared = _register(self)
+        self.folder = folder
+
+    @staticmethod
+    def _read_kernel(entry: dict[str, Any]) -> _Kernel:
+        images = tuple((str(i["target"]), str(i["file"]), str(i["sha256"])) for i in entry["images"])
+        launch = entry["launch"]
+        return _Kernel(
+            str(entry["entry"]),
+            tuple(entry["arguments"]),
+            int(launch["threads"]),
+            int(launch["shared_bytes"]),
+            int(launch["items_per_block"]),
+            int(launch["blocks_per_item"]),
+            None if launch["most_blocks"] is None else int(launch["most_blocks"]),
+            images,
+        )
+
+    @property
+    def folder(self) -> Path:
+        """Where the package was opened last, by whichever of its copies."""
+        return self._shared.folders[0]
+
+    @folder.setter
+    def folder(self, folder: Path) -> None:
+        self._shared.folders.insert(0, folder.absolute())
+
+    @property
+    def batch_invariant(self) -> bool:
+        return self._shared.batch_invariant
+
+    @batch_invariant.setter
+    def batch_invariant(self, value: bool) -> None:
+        self._shared.batch_invariant = value
+
+    # What is registered and loaded belongs to the process: a copied module uses the same op.
+    def __copy__(self) -> GeneratedOp:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GeneratedOp:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return open_package, (str(self.folder),)
+
+    def __repr__(self) -> str:
+        return f"GeneratedOp({self.manifest['slug']}, {self.namespace})"
+
+    # ---- what users call
+
+    def _pool(self, x: Tensor, scale: Tensor | None, mask: Tensor | None) -> Tensor:
+        if _needs_autograd(x, scale):
+            return _Pool.apply(x, scale, mask, self.namespace)[0]  # type: ignore[no-any-return]
+        return _raw(self.namespace, "forward")(x, scale, mask)[0]  # type: ignore[no-any-return]
+
+    def _attention(self, x: Tensor, scale: Tensor | None, mask: Tensor | None) -> Tensor:
+        """From the kernel where the plan keeps it and no gradient is wanted."""
+        if "attn" in self.state and not _needs_autograd(x, scale):
+            return _raw(self.namespace, "forward")(x, scale, mask)[1 + self.state.index("attn")]  # type: ignore[no-any-return]
+        return super()._attention(x, scale, mask)
+
+    def _how_to_mask(self) -> str:
+        return f"make one that does with: {self._regenerate} --masked"
 
     # ---- loading and launching
 
@@ -826,7 +890,7 @@ _LIBRARIES: Final[list[torch.library.Library]] = []
 def _needs_autograd(x: Tensor, scale: Tensor | None) -> bool:
     """Whether a call must go through autograd: the raw op alone would be wrong under jvp, vmap and grad.
 
-    The one place that uses private torch names; a test covers each of the three reasons.
+    With ClosedFormOp the one place that uses private torch names; a test covers each of the three reasons.
     """
     if torch.compiler.is_compiling():
         return True

@@ -259,6 +259,30 @@ def explain(
 
 
 @app.command()
+def warmup(
+    H: Variates,
+    K: Steps,
+    dtype: DTypeOption = "float32",
+    layout: LayoutOption = "bhk",
+    precision: PrecisionOption = "exact",
+    masked: MaskedOption = False,
+    device: Annotated[int, typer.Option("--device", min=0, help="Number of the GPU.")] = 0,
+) -> None:
+    """Make the kernels that invpool.inverted_attention_pool would make at its first call for a shape.
+
+    Example: invpool warmup --H 128 --K 32 --dtype bfloat16
+    """
+    spec = _spec(H, K, dtype, layout, precision, masked)
+    from invpool import frontdoor
+
+    with _err.status(f"making kernels for {spec.slug}"):
+        folder = frontdoor.warmup(H, K, spec.dtype, layout, precision, masked, device)
+    if folder is None:
+        raise OutputError(f"no kernels were made for {spec.slug}: there is no GPU here that could run them")
+    _out.print(escape(str(folder)), soft_wrap=True)
+
+
+@app.command()
 def sweep(
     path: Annotated[
         Optional[Path],
