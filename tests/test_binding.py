@@ -196,7 +196,7 @@ def test_registration_outlives_the_module(make_package: MakePackage, tmp_path: P
     [
         (
             lambda m: m | {"schema": 0},
-            "has schema 0, this runtime reads 2; regenerate with: invpool generate --H 5 --K 3",
+            "has schema 0, this runtime reads 3; regenerate with: invpool generate --H 5 --K 3",
         ),
         (lambda m: {k: v for k, v in m.items() if k != "table"}, "is damaged .*regenerate with"),
         (lambda m: m | {"spec": {**m["spec"], "dtype": "float8"}}, "is damaged .*float8"),

@@ -150,6 +150,20 @@ def test_a_table_of_illegal_plans_is_not_taken(caplog: pytest.LogCaptureFixture)
     assert "not legal on h200: k_step is 17" in caplog.text
 
 
+@pytest.mark.parametrize("value", [0, "x", None, 10**9])
+def test_parameters_that_are_of_no_use_are_one_warning(value: object, caplog: pytest.LogCaptureFixture) -> None:
+    spec = PoolSpec(128, 32)
+    row = TunedRow.of(spec, 16, choice_of(spec, 0, "one_pass_mma"), {"forward": {}, "backward": {}})
+    path = write_table(TunedTable(DEVICE, "sm_90", spec, (row,)))
+    data = json.loads(path.read_text())
+    for name in ("row_blocks", "most_blocks", "registers"):
+        data["rows"][0]["forward"]["plan"][name] = value
+    path.write_text(json.dumps(data))
+    assert find_table(spec, H200) is None
+    (warning,) = caplog.messages
+    assert str(path) in warning
+
+
 def test_a_table_of_another_architecture_s_algorithm_is_not_taken_for_it() -> None:
     spec = PoolSpec(128, 32)
     row = TunedRow.of(spec, 16, choice_of(spec, 0, "one_pass_wgmma"), {"forward": {}, "backward": {}})
@@ -222,6 +236,19 @@ def test_a_store_that_cannot_be_written_names_the_variable(store: Path) -> None:
     store.write_text("a file")
     with pytest.raises(OutputError, match=TUNED_VARIABLE):
         write_table(table_of())
+
+
+def test_a_listed_gpu_is_the_device_whose_name_holds_its_own() -> None:
+    spec, gpu = PoolSpec(9, 21), KNOWN_GPUS["rtx5090"]
+    plans = [find_algorithm("one_pass").legal(spec, gpu, d)[0] for d in ("forward", "backward")]
+    choice = Choice(find_algorithm("one_pass"), *plans)
+    row = TunedRow.of(spec, 16, choice, {"forward": {}, "backward": {}})
+    other = dataclasses.replace(row, batch=32)
+    write_table(TunedTable("NVIDIA GeForce RTX 5080", "sm_120", spec, (other,)))
+    write_table(TunedTable("NVIDIA GeForce RTX 5090", "sm_120", spec, (row,)))
+    found = find_table(spec, gpu)
+    assert found is not None
+    assert found.device == "NVIDIA GeForce RTX 5090"
 
 
 def test_device_folders() -> None:

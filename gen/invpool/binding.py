@@ -247,6 +247,12 @@ def recorded_plans(manifest: dict[str, Any]) -> list[tuple[Algorithm[Any], Plan]
     return plans
 
 
+def recorded_archs(manifest: dict[str, Any]) -> tuple[str, ...]:
+    """The architectures that a package has machine code for, ``sm_90`` and the like."""
+    targets = (image["target"] for kernel in manifest["kernels"] for image in kernel["images"])
+    return tuple(dict.fromkeys(t.rstrip("a") for t in targets if t.startswith("sm_")))
+
+
 def edited_files(folder: Path, manifest: dict[str, Any]) -> list[str]:
     """What lies in a package and is not as its manifest has it: somebody's work that must not be lost."""
     recorded = _recorded_hashes(manifest)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor
 from pathlib import Path
 from typing import Final
 
 from invpool.cache import KernelCache
 from invpool.compile import Compiled, Target
+from invpool.errors import InvpoolError
 
 JOBS_VARIABLE: Final = "MAX_JOBS"
 # What nvcc takes for one of our kernels, with room to spare.
@@ -23,16 +25,27 @@ def job_count() -> int:
     """As many compilers as there are cores for this process and memory for them, at most ``$MAX_JOBS``.
 
     Raises:
-        ValueError: ``$MAX_JOBS`` is no positive number.
+        InvpoolError: ``$MAX_JOBS`` is no positive number.
     """
-    jobs = len(os.sched_getaffinity(0))
-    jobs = min(jobs, max(1, os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // _BYTES_PER_JOB))
+    jobs = min(len(os.sched_getaffinity(0)), max(1, _available_bytes() // _BYTES_PER_JOB))
     most = os.environ.get(JOBS_VARIABLE)
     if most:
         if not most.isdecimal() or int(most) < 1:
-            raise ValueError(f"{JOBS_VARIABLE} is {most!r}; it must be a number of compilers, at least 1")
+            raise InvpoolError(f"{JOBS_VARIABLE} is {most!r}; it must be a number of compilers, at least 1")
         jobs = min(jobs, int(most))
     return jobs
+
+
+def _available_bytes() -> int:
+    """What new processes may take: what the kernel would give, but for the limit of a container."""
+    available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        available = next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+    with contextlib.suppress(OSError, ValueError):
+        limit = int(Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii"))
+        available = min(available, limit - int(Path("/sys/fs/cgroup/memory.current").read_text(encoding="ascii")))
+    return available
 
 
 def _open_cache(root: Path | None) -> None:
@@ -52,13 +65,21 @@ class CompilePool:
 
     def __init__(self, root: Path | None = None, jobs: int | None = None) -> None:
         self.jobs = job_count() if jobs is None else jobs
+        self._root = root
+        self._pool = self._open()
+
+    def _open(self) -> ProcessPoolExecutor:
         # Not forked: the caller may have CUDA or threads in use.
         context = multiprocessing.get_context("spawn")
-        self._pool = ProcessPoolExecutor(self.jobs, context, _open_cache, (root,))
+        return ProcessPoolExecutor(self.jobs, context, _open_cache, (self._root,))
 
     def submit(self, source: str, target: Target) -> Future[Compiled]:
-        """The code, or what :meth:`invpool.cache.KernelCache.get` raises."""
-        return self._pool.submit(_compile, source, target)
+        """The code, or what :meth:`invpool.cache.KernelCache.get` raises, or BrokenExecutor if a process was killed."""
+        try:
+            return self._pool.submit(_compile, source, target)
+        except BrokenExecutor:
+            self._pool = self._open()
+            return self._pool.submit(_compile, source, target)
 
     def close(self) -> None:
         """Drops what has not begun; what has is finished, for the cache."""

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-MANIFEST_SCHEMA: Final = 2
+MANIFEST_SCHEMA: Final = 3
 BATCH_INVARIANT_VARIABLE: Final = "INVPOOL_BATCH_INVARIANT"
 
 

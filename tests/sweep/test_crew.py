@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import signal
 import threading
 import time
+from typing import Any
 
 import pytest
 
-from invpool.algorithms import Choice, find_algorithm
+from invpool.algorithms import Choice, choose, find_algorithm
+from invpool.check import Finding
 from invpool.gpu import KNOWN_GPUS
 from invpool.spec import PoolSpec
-from invpool.sweep.crew import LocalCrew, Post, Worker, WorkerDiedError, charged
-from invpool.sweep.measure import Answer, Measured, Subject, Task
+from invpool.sweep.crew import CannotStartError, LocalCrew, Post, Worker, WorkerDiedError, charged
+from invpool.sweep.measure import NOT_MEASURED, Answer, Measured, Subject, Task, _looping, measure
 
 H200 = KNOWN_GPUS["h200"]
 SPEC = PoolSpec(9, 20)
@@ -146,6 +149,22 @@ def test_a_worker_that_is_killed_from_outside_is_replaced_and_its_task_done(plan
     post.close()
 
 
+@pytest.mark.slow
+def test_a_worker_whose_sweep_is_gone_ends_itself(plant) -> None:
+    plant({("forward", 128): "never ends"})
+    worker = Worker("counters", 0)
+    process = worker._process
+    assert process.stdin is not None
+    process.stdin.write(json.dumps(task(128).as_dict()).encode() + b"\n")
+    process.stdin.flush()
+    time.sleep(1)
+    process.stdin.close()  # as the system does when the parent dies
+    try:
+        assert process.wait(120) == 1
+    finally:
+        worker.kill()
+
+
 def test_a_spoilt_worker_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     post = Post("counters", 0, 60)
     monkeypatch.setattr(Worker, "ask", lambda self, task, seconds: (charged(task, "runtime", "spoilt"), False))
@@ -158,9 +177,75 @@ def test_a_spoilt_worker_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_worker_that_cannot_start_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(os.environ, "PATH", "/nonexistent")
     monkeypatch.setenv("INVPOOL_CXX", "/nonexistent/g++")
-    with pytest.raises(WorkerDiedError, match="worker died"):
-        LocalCrew("gpu")
+    with pytest.raises(CannotStartError, match=r"(?s)GPU 0: no worker could be started.*exit code 1.*g\+\+"):
+        LocalCrew("counters")
+
+
+def test_a_place_where_nobody_starts_is_given_up_and_no_candidate_is_charged(monkeypatch: pytest.MonkeyPatch) -> None:
+    crew = LocalCrew("counters", (0, 1))
+    broken = CannotStartError("GPU 1 is busy")
+
+    def fine(task: Task) -> Answer:
+        time.sleep(0.02)
+        return Answer(tuple(Measured("ok") for _ in task.subjects))
+
+    def never(task: Task) -> Answer:
+        raise broken
+
+    monkeypatch.setattr(crew.posts[0], "answer", fine)
+    monkeypatch.setattr(crew.posts[1], "answer", never)
+    answers = [crew.submit(task(64, 96)) for _ in range(20)]
+    assert all([one.outcome for one in answer.result(60).subjects] == ["ok", "ok"] for answer in answers)
+    monkeypatch.setattr(crew.posts[0], "answer", never)
+    with pytest.raises(CannotStartError, match="GPU 1 is busy"):
+        crew.submit(task(64)).result(60)
+    crew.close()
+
+
+def test_a_worker_of_another_device_is_not_taken() -> None:
+    post = Post("counters", 0, 60)
+    post.expected = "NVIDIA H200"
+    with pytest.raises(CannotStartError, match="the first one NVIDIA H200; sweep them one by one"):
+        post.worker()
+    post.close()
+
+
+def test_after_a_spoilt_context_nobody_else_is_charged() -> None:
+    class Spoilt:
+        device, gpu, provenance = "d", None, {}
+
+        def __init__(self) -> None:
+            self.asked = 0
+
+        def findings(self, task: Task, subject: Subject) -> list[Any]:
+            self.asked += 1
+            if self.asked == 2:
+                raise RuntimeError("an illegal memory access was encountered")
+            return [Finding("out normal", 0.0, 1.0, "float64")]
+
+        def times(self, *_: Any) -> Any:
+            raise AssertionError("nothing can be timed in a spoilt context")
+
+        def is_sound(self) -> bool:
+            return self.asked < 2
+
+        def close(self) -> None: ...
+
+    answer = measure(Spoilt(), task(64, 96, 128))
+    assert [one.outcome for one in answer.subjects] == ["ok", "runtime", "runtime"]
+    assert "illegal memory access" in answer.subjects[1].reason
+    assert answer.subjects[2].reason == NOT_MEASURED
+
+
+def test_persistent_kernels_are_checked_with_blocks_that_go_from_item_to_item() -> None:
+    choice = choose(PoolSpec(33, 20), H200, "one_pass_mma")
+    assert choice.forward.knobs["most_blocks"] > 8
+    looping = _looping(choice)
+    assert looping.forward.knobs == choice.forward.knobs | {"most_blocks": 2}
+    assert looping.algorithm.launch(PoolSpec(33, 20), looping.backward).blocks(100) == 2
+    assert _looping(choice_of(64)) == choice_of(64)
 
 
 def test_a_lonely_task_that_kills_its_worker_is_charged_itself() -> None:

@@ -19,7 +19,9 @@ from invpool.errors import OutputError
 from invpool.sweep.records import Record, RecordFile, read_records
 
 TIMES = {16: {"median_us": 2.0, "lower_quartile_us": 1.9, "upper_quartile_us": 2.1, "reference_us": 3.0}}
-RECORD = Record("gpu", "NVIDIA H200", "h9_k20_f32_bhk", "forward", "one_pass", {"rows": 16}, "abc", "ok", times=TIMES)
+RECORD = Record(
+    "gpu", "NVIDIA H200", "h9_k20_f32_bhk", "forward", "one_pass", {"rows": 16}, "abc", "ok", "", "ref", TIMES
+)
 
 
 def numbered(number: int) -> Record:
@@ -62,15 +64,22 @@ def test_provenance_is_no_part_of_the_key() -> None:
 def test_the_last_record_of_a_key_counts_and_its_times_join(tmp_path: Path) -> None:
     file = RecordFile(tmp_path / "r.jsonl")
     file.append(RECORD)
-    assert RECORD.covers([16])
-    assert not RECORD.covers([16, 4096])
+    assert RECORD.covers([16], "ref")
+    assert not RECORD.covers([16], "another reference")
+    assert not RECORD.covers([16, 4096], "ref")
     file.append(dataclasses.replace(RECORD, times={4096: TIMES[16]}))
     (joined,) = RecordFile(file.path)  # type: ignore[arg-type]
-    assert joined.covers([16, 4096])
-    file.append(dataclasses.replace(RECORD, outcome="runtime", times={}))
+    assert joined.covers([16, 4096], "ref")
+    # What was right is not lost to what says nothing of that; to a wrong result it is.
+    file.append(dataclasses.replace(RECORD, outcome="timeout", times={}))
+    assert list(RecordFile(file.path)) == [joined]
+    file.append(dataclasses.replace(RECORD, reference="other"))
+    assert [list(record.times) for record in file] == [[16]]
+    file.append(dataclasses.replace(RECORD, outcome="correctness", times={}))
     (last,) = file
-    assert last.outcome == "runtime"
-    assert last.covers([16, 4096, 65536])
+    assert last.covers([16, 4096, 65536], "ref")
+    for outcome in ("runtime", "timeout", "compile"):
+        assert not dataclasses.replace(RECORD, outcome=outcome).covers([16], "ref")
 
 
 @pytest.mark.parametrize("torn", [1, 10, 200])

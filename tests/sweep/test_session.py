@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -23,7 +24,7 @@ from invpool.sweep.records import RecordFile
 from invpool.sweep.replay import ReplayCrew
 from invpool.sweep.session import Session
 from invpool.sweep.space import Candidate, list_space
-from invpool.tuned import TUNED_VARIABLE, write_table
+from invpool.tuned import TUNED_VARIABLE, read_table, write_table
 
 H200 = KNOWN_GPUS["h200"]
 SPEC = PoolSpec(33, 20)
@@ -67,14 +68,15 @@ class MadeUpCrew:
                 }
             right = len(times) == len(task.batches)
             measured.append(Measured("ok", times=times) if right else Measured("correctness", "dx normal: error nan"))
-        reference = measured[0].times
-        measured = [
-            dataclasses.replace(
-                one,
-                times={b: {**t, "reference_us": reference[b]["median_us"]} for b, t in one.times.items() if reference},
-            )
-            for one in measured
-        ]
+        for batch, of_reference in measured[0].times.items():
+            measured = [
+                dataclasses.replace(
+                    one, times={**one.times, batch: {**one.times[batch], "reference_us": of_reference["median_us"]}}
+                )
+                if batch in one.times
+                else one
+                for one in measured
+            ]
         composite = dict.fromkeys(task.batches, 1000000.0) if task.composite else {}
         future: Future[Answer] = Future()
         future.set_result(Answer(tuple(measured), composite))
@@ -154,6 +156,132 @@ def test_the_incumbent_stays_unless_the_gain_exceeds_the_spread() -> None:
     assert [verdict.kept for verdict in again.verdicts] == [True] * 4
 
 
+def _failing_finals(crew: MadeUpCrew, fails: Callable[[Task, int], str]) -> None:
+    """Comparisons at the end go wrong: what comes of the subject at each place."""
+    plain = crew.submit
+
+    def submit(task: Task) -> Future[Answer]:
+        future = plain(task)
+        if not task.composite:
+            return future
+        outcomes = [fails(task, place) for place in range(len(task.subjects))]
+        subjects = tuple(
+            one if outcome == "ok" else Measured(outcome, "no")  # type: ignore[arg-type]
+            for one, outcome in zip(future.result().subjects, outcomes, strict=True)
+        )
+        other: Future[Answer] = Future()
+        other.set_result(Answer(subjects))
+        return other
+
+    crew.submit = submit  # type: ignore[method-assign]
+
+
+def test_what_cannot_be_compared_does_not_win() -> None:
+    crew = MadeUpCrew(favouring("one_pass_wgmma"))
+    _failing_finals(crew, lambda task, place: "timeout")
+    assert [verdict.kept for verdict in sweep(crew).verdicts] == [True] * 4
+    # The best fails alone: the next best, which can be compared, is taken.
+    crew = MadeUpCrew(favouring("one_pass_wgmma"))
+    _failing_finals(crew, lambda task, place: "runtime" if place == 1 and len(task.subjects) > 3 else "ok")
+    result = sweep(crew)
+    assert {verdict.choice.algorithm.name for verdict in result.verdicts} == {"one_pass_wgmma"}
+
+
+def test_an_incumbent_that_fails_is_replaced() -> None:
+    def rule(choice: Choice, direction: str, batch: int) -> float | None:
+        fails = choice.algorithm is DEFAULT.algorithm and choice.plan(direction) == DEFAULT.plan(direction)  # type: ignore[arg-type]
+        return None if fails else 1e-3
+
+    result = sweep(MadeUpCrew(rule))
+    assert not any(verdict.kept for verdict in result.verdicts)
+
+
+def test_one_direction_of_an_algorithm_that_the_other_is_not_of_is_refused() -> None:
+    with pytest.raises(SweepError, match="leave --algorithm out"):
+        sweep(MadeUpCrew(predicted), directions=("forward",), algorithms=("three_pass",))
+
+
+def test_a_direction_with_nothing_right_is_an_error() -> None:
+    with pytest.raises(SweepError, match="none for each direction|can be used"):
+        sweep(MadeUpCrew(lambda c, d, b: predicted(c, d, b) if d == "forward" else None))
+    with pytest.raises(SweepError, match="raise --budget"):
+        sweep(MadeUpCrew(predicted), budget=Budget(1))
+
+
+def test_rows_of_other_batches_are_not_lost_to_another_kind_of_state() -> None:
+    first = sweep(MadeUpCrew(favouring("one_pass_wgmma")), batches=(16, 65536))
+    assert first.table is not None
+    write_table(first.table)
+    second = sweep(MadeUpCrew(favouring("three_pass", 0.01)), batches=(256,))
+    assert second.table is not None
+    kept = read_table(write_table(second.table))
+    assert kept is not None
+    assert [row.batch for row in kept.rows] == [16, 256, 65536]
+
+
+def test_another_reference_is_measured_again(tmp_path: Path) -> None:
+    path = tmp_path / "records.jsonl"
+    sweep(MadeUpCrew(predicted), RecordFile(path), budget=Budget(10))
+    lines = path.read_text().replace('"reference": "', '"reference": "0')
+    path.write_text(lines)
+    crew = MadeUpCrew(predicted)
+    sweep(crew, RecordFile(path), budget=Budget(10))
+    assert len([task for task in crew.tasks if not task.composite]) == 10
+
+
+def test_what_failed_for_want_of_something_is_tried_again_and_what_is_wrong_is_not(tmp_path: Path) -> None:
+    path = tmp_path / "records.jsonl"
+    sweep(MadeUpCrew(predicted), RecordFile(path), budget=Budget(8))
+    text = path.read_text().splitlines()
+    outcomes = ["runtime", "timeout", "compile", "correctness"]
+    lines = [line.replace('"outcome": "ok"', f'"outcome": "{o}"') for line, o in zip(text[-4:], outcomes, strict=True)]
+    path.write_text("\n".join(text[:-4] + lines) + "\n")
+    crew = MadeUpCrew(predicted)
+    sweep(crew, RecordFile(path), budget=Budget(8))
+    assert len([task for task in crew.tasks if not task.composite]) == 3
+
+
+class SlowCrew(MadeUpCrew):
+    """Answers when nobody asks any more: many candidates are on their way at a time."""
+
+    size = 6
+
+    def submit(self, task: Task) -> Future[Answer]:
+        done = super().submit(task)
+        later: Future[Answer] = Future()
+        threading.Timer(0.01, lambda: later.set_result(done.result())).start()
+        return later
+
+
+def test_a_sweep_with_many_on_their_way_goes_on_where_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "records.jsonl"
+    sweep(SlowCrew(favouring("one_pass_wgmma")), RecordFile(path), budget=Budget(30))
+    assert len(RecordFile(path)) == 30
+    crew = SlowCrew(favouring("one_pass_wgmma"))
+    again = sweep(crew, RecordFile(path), budget=Budget(30))
+    assert all(task.composite for task in crew.tasks)
+    assert len(again.records) == len(RecordFile(path)) == 30
+
+
+def test_ctrl_c_before_anything_is_no_error() -> None:
+    crew = MadeUpCrew(predicted)
+    crew.stop_after = 0
+    result = sweep(crew)
+    assert result.interrupted
+    assert result.verdicts == ()
+    assert result.table is None
+
+
+def test_a_reference_that_does_not_compile_ends_the_sweep_with_its_own_error(tmp_path: Path) -> None:
+    def compiled(source: str) -> Compiled:
+        raise CompileError("kernel.cu(9): error: the reference")
+
+    path = tmp_path / "records.jsonl"
+    with pytest.raises(CompileError, match="the reference"):
+        Session(request_of(), MadeUpCrew(predicted), RecordFile(path), _Pool(compiled)).run()  # type: ignore[arg-type]
+    assert len(RecordFile(path)) == 0
+
+
 def test_all_rows_have_one_kind_of_state_and_no_batch_loses() -> None:
     """One kind is far better at one batch, the other one at the other: the package cannot have both."""
     states = {name: find_algorithm(name).state(SPEC) for name in ("one_pass_wgmma", "three_pass")}
@@ -225,7 +353,7 @@ def test_another_batch_is_measured_and_what_is_known_stays(tmp_path: Path) -> No
     crew = MadeUpCrew(predicted)
     sweep(crew, RecordFile(path), batches=(16, 4096), budget=Budget(10))
     assert len([task for task in crew.tasks if not task.composite]) == 10
-    assert all(record.covers([16, 4096]) for record in RecordFile(path) if 4096 in record.times)
+    assert all(set(record.times) == {16, 4096} for record in RecordFile(path) if 4096 in record.times)
 
 
 def test_one_direction_alone_keeps_the_other_and_its_algorithm() -> None:
@@ -299,8 +427,9 @@ class _Pool:
 
 
 def test_code_travels_with_the_task_and_what_cannot_be_launched_is_not_sent() -> None:
-    candidates = list_space(SPEC, H200, "forward", ["one_pass"]).candidates
-    broken = sorted(candidates, key=lambda candidate: candidate.seconds(SPEC, H200, 16))[1].plan
+    space = list_space(SPEC, H200, "forward", ["one_pass"])
+    ranked = sorted(space.candidates, key=lambda candidate: candidate.seconds(SPEC, H200, 16))
+    broken = next(c.plan for c in ranked if c.plan != space.partners["one_pass"].forward)
 
     def compiled(source: str) -> Compiled:
         in_one_line = re.sub(r"\s*\n//\s*", " ", source)  # the head of a source is wrapped

@@ -104,8 +104,13 @@ class GpuStopwatch:
         self._flush = torch.zeros(max(3 * self.l2_bytes, 2**26) // 4, dtype=torch.float32, device="cuda")
         self._sum = torch.empty((), dtype=torch.float32, device="cuda")
 
-    def interleaved(self, calls: Mapping[str, Call], rounds: int = ROUNDS) -> dict[str, Timing | Failure]:
-        """Each call's time in turns, the first of a round another each time; a call that fails leaves the race."""
+    def interleaved(
+        self, calls: Mapping[str, Call], rounds: int = ROUNDS, seconds: float = _BUDGET
+    ) -> dict[str, Timing | Failure]:
+        """Each call's time in turns, the first of a round another each time; a call that fails leaves the race.
+
+        Fewer rounds, but some, where these would take all calls together more than so many seconds.
+        """
         outcomes: dict[str, Timing | Failure] = {}
         runners: dict[str, _Runner] = {}
         for name, call in calls.items():
@@ -113,7 +118,7 @@ class GpuStopwatch:
                 runners[name] = self._warmed(call)
             except Exception as error:  # whatever a peer raises is its result
                 outcomes[name] = Failure.of(error)
-        affordable = int(_BUDGET / max(1e-9, sum(runner.seconds for runner in runners.values())))
+        affordable = int(seconds / max(1e-9, sum(runner.seconds for runner in runners.values())))
         rounds = max(min(rounds, _FEWEST_ROUNDS), min(rounds, affordable))
         for number in range(-min(_DISCARDED, rounds // 2), rounds):
             names = [name for name in runners if name not in outcomes]

@@ -211,17 +211,20 @@ def show(
 
     manifest = require_manifest(path)
     if source is not None:
-        files = {kernel["direction"]: kernel["source"]["file"] for kernel in manifest["kernels"]}
-        if source not in files:
-            _usage(ValueError(f"--source is {source!r}; legal: {', '.join(files)}"))
-        try:
-            text = (path / files[source]).read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
-            raise OutputError(
-                f"{path / files[source]} cannot be read: {error}; "
-                f"regenerate with: {manifest['regenerate']} --out {path} --force"
-            ) from error
-        _out.out(text, highlight=False)
+        directions = dict.fromkeys(kernel["direction"] for kernel in manifest["kernels"])
+        if source not in directions:
+            _usage(ValueError(f"--source is {source!r}; legal: {', '.join(directions)}"))
+        for kernel in manifest["kernels"]:
+            if kernel["direction"] != source:
+                continue
+            file = path / kernel["source"]["file"]
+            try:
+                text = file.read_text(encoding="utf-8")
+            except (OSError, ValueError) as error:
+                raise OutputError(
+                    f"{file} cannot be read: {error}; regenerate with: {manifest['regenerate']} --out {path} --force"
+                ) from error
+            _out.out(text, highlight=False)
         return
     proof = read_proof(path)
     if json:
@@ -339,13 +342,16 @@ def sweep(
     """
     from invpool.cli import sweeping
 
+    archs: tuple[str, ...] = ()
     if path is not None:
-        from invpool.binding import require_manifest
+        from invpool.binding import check_output, recorded_archs, require_manifest
         from invpool.spec import PoolSpec
 
         if H is not None or K is not None:
             _usage(ValueError("give a package or --H and --K, not both"))
-        spec = PoolSpec(**require_manifest(path)["spec"])
+        manifest = require_manifest(path)
+        check_output(path)  # before the work, not after it
+        spec, archs = PoolSpec(**manifest["spec"]), recorded_archs(manifest)
     elif H is None or K is None:
         _usage(ValueError("give a generated package, or --H and --K"))
     else:
@@ -362,7 +368,7 @@ def sweep(
         from invpool.generate import generate as make
 
         with _err.status(f"generating {spec.slug} with the tuned plans"):
-            make(Request(spec, path))
+            make(Request(spec, path, archs=archs))
         _err.print(f"{escape(str(path))} has the tuned plans now", soft_wrap=True)
     if result.interrupted:
         raise typer.Exit(130)

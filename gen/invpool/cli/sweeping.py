@@ -12,7 +12,9 @@ from rich.progress import Progress as Bars
 
 from invpool.abi import DIRECTIONS, Direction
 from invpool.algorithms import find_algorithm
+from invpool.cache import is_writable
 from invpool.cli.tables import plain_table, print_json
+from invpool.errors import OutputError
 from invpool.gpu import Gpu
 from invpool.spec import PoolSpec
 from invpool.sweep import report
@@ -123,14 +125,16 @@ def run(asked: Asked, err: Console, out: Console, json: bool, plot: Path | None)
     """Sweeps and prints what was found. Raises as :func:`invpool.sweep.run.run_sweep` does."""
     if plot is not None:
         report.require_matplotlib()
+        if not is_writable(plot.absolute().parent):
+            raise OutputError(f"{plot} cannot be written; choose another with --plot")
     with _Live(err, asked.spec.slug) as live:
         result, table = run_sweep(asked.crew, asked.spec, asked.gpu, asked.request, asked.records, live.show)
-    if plot is not None:
-        report.plot(result, plot)
     if json:
         print_json(out, {**report.result_dict(result), "table": None if table is None else str(table)})
     else:
         print_result(out, result, table)
+    if plot is not None:
+        report.plot(result, plot)
     return result
 
 

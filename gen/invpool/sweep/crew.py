@@ -6,6 +6,7 @@ import collections
 import contextlib
 import dataclasses
 import json
+import logging
 import os
 import queue
 import signal
@@ -21,9 +22,13 @@ from invpool.gpu import Gpu
 from invpool.sweep.measure import Answer, Measured, MeasurerName, Task
 from invpool.sweep.records import Outcome
 
+log = logging.getLogger("invpool")
+
 # Of what a dead worker said last, so much is told.
 _LAST_WORDS: Final = 2000
 _START_SECONDS: Final = 300.0
+# A place where so many workers in a row could not be started is given up.
+_MOST_FAILED_STARTS: Final = 2
 # A task may take so many seconds.
 TASK_SECONDS: Final = 120.0
 
@@ -152,30 +157,51 @@ class Worker:
                     stream.close()
 
 
+class CannotStartError(WorkerDiedError):
+    """No worker could be started: no candidate's fault."""
+
+
 class Post:
     """A place for one worker at a time: whoever dies, or is spoilt, is replaced before the next task."""
 
     def __init__(self, measurer: MeasurerName, device: int, seconds: float) -> None:
         self._measurer: MeasurerName = measurer
+        self.expected: str | None = None  # the device that every worker must have
         self._device, self._seconds = device, seconds
         self._guard = threading.Lock()
         self._closed = False
         self._worker: Worker | None = None
 
     def worker(self) -> Worker:
-        """Whoever is there, or somebody new. Raises WorkerDiedError where nobody can be started."""
+        """Whoever is there, or somebody new. Raises CannotStartError where nobody can be started."""
         with self._guard:
             if self._closed:
-                raise WorkerDiedError("the sweep has ended")
+                raise CannotStartError("the sweep has ended")
             if self._worker is None:
-                self._worker = Worker(self._measurer, self._device)
+                try:
+                    worker = Worker(self._measurer, self._device)
+                except WorkerDiedError as error:
+                    raise CannotStartError(f"GPU {self._device}: no worker could be started: {error}") from error
+                if self.expected not in (None, worker.hello.device):
+                    worker.kill()
+                    raise CannotStartError(
+                        f"GPU {self._device} is {worker.hello.device}, the first one {self.expected}; "
+                        "sweep them one by one, with CUDA_VISIBLE_DEVICES"
+                    )
+                self._worker = worker
             return self._worker
 
     def answer(self, task: Task) -> Answer:
-        """What the worker says, or that it died of the task. One that was killed from outside is replaced once."""
+        """What the worker says, or that it died of the task. One that was killed from outside is replaced once.
+
+        Raises:
+            CannotStartError: there is nobody to ask.
+        """
         for last_try in (False, True):
             try:
                 answer, sound = self.worker().ask(task, self._seconds)
+            except CannotStartError:
+                raise
             except WorkerDiedError as error:
                 self._bury()
                 if last_try or not error.killed or self._closed:
@@ -215,6 +241,10 @@ class LocalCrew:
         self.posts = [Post(measurer, device, seconds) for device in devices]
         first = self.posts[0].worker()
         self.device, self.gpu, self.provenance = first.hello.device, first.hello.gpu, first.hello.provenance
+        for post in self.posts:
+            post.expected = self.device
+        self._manned = len(self.posts)
+        self._guard = threading.Lock()
         self._tasks: queue.Queue[tuple[Task, Future[Answer]] | None] = queue.Queue()
         self._threads = [threading.Thread(target=self._serve, args=(post,), daemon=True) for post in self.posts]
         for thread in self._threads:
@@ -226,12 +256,32 @@ class LocalCrew:
         return future
 
     def _serve(self, post: Post) -> None:
+        failed_starts = 0
         while (job := self._tasks.get()) is not None:
             task, future = job
             try:
                 future.set_result(post.answer(task))
+                failed_starts = 0
+            except CannotStartError as error:
+                failed_starts += 1
+                if failed_starts < _MOST_FAILED_STARTS:
+                    self._tasks.put(job)
+                elif self._retire(error):
+                    self._tasks.put(job)
+                    return
+                else:
+                    future.set_exception(error)
             except Exception as error:  # a fault of ours must not leave the sweep waiting for ever
                 future.set_exception(error)
+
+    def _retire(self, error: CannotStartError) -> bool:
+        """Whether others are left who can do the work."""
+        with self._guard:
+            if self._manned == 1:
+                return False
+            self._manned -= 1
+        log.warning("%s; the sweep goes on without it", error)
+        return True
 
     def close(self) -> None:
         for _ in self._threads:

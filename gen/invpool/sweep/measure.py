@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import functools
 import math
 import platform
 from collections.abc import Mapping, Sequence
@@ -24,6 +25,13 @@ MeasurerName = Literal["gpu", "counters"]
 # Rounds in which the candidates of a task take turns: while searching, and when the best are compared.
 SEARCH_ROUNDS: Final = 15
 FINAL_ROUNDS: Final = 60
+# Why there is nothing of a subject: another one of its task spoilt the context.
+NOT_MEASURED: Final = "not measured: another candidate of the task spoilt the context"
+# Seconds that the finalists may take together, and those of a search.
+_FINAL_SECONDS: Final = 10.0
+_SEARCH_SECONDS: Final = 1.5
+# Blocks of a persistent kernel while it is checked: fewer than there are items, so that each goes from one to the next.
+_CHECKED_BLOCKS: Final = 2
 # The name under which the PyTorch composite is timed among finalists.
 COMPOSITE: Final = "composite"
 _QUARTILES: Final = ("median_us", "lower_quartile_us", "upper_quartile_us")
@@ -156,6 +164,10 @@ def measure(measurer: Measurer, task: Task) -> Answer:
             continue
         except Exception as error:  # whatever a candidate raises, in PyCUDA, torch or here, is what came of it
             results.append(Measured("runtime", f"{type(error).__name__}: {_first_lines(error)}"))
+            if not measurer.is_sound():
+                # Nothing runs in this context any more: the others are not to blame, and are asked for again.
+                rest = len(task.subjects) - len(results)
+                return Answer((*results, *(Measured("runtime", NOT_MEASURED) for _ in range(rest))))
             continue
         shares = {f.name: _finite(f.error / f.tolerance if f.tolerance else f.error) for f in findings}
         wrong = [finding for finding in findings if not finding.ok]
@@ -185,6 +197,28 @@ def measure(measurer: Measurer, task: Task) -> Answer:
             else:
                 results[number] = dataclasses.replace(result, times={**result.times, batch: {**time, **reference}})
     return Answer(tuple(results), composite)
+
+
+def _looping(choice: Choice) -> Choice:
+    """The choice with so few blocks of persistent kernels that each does several items, as it does at large batches."""
+    plans = {}
+    for d in DIRECTIONS:
+        plan = choice.plan(d)
+        if plan.knobs.get("most_blocks") is not None:
+            plan = choice.algorithm.plan_from_knobs(d, plan.knobs | {"most_blocks": _CHECKED_BLOCKS})
+        plans[d] = plan
+    return Choice(choice.algorithm, **plans)
+
+
+def _in_words(timing: Any) -> Mapping[str, float] | str:
+    """Median and quartiles of a Timing, or why there are none."""
+    from invpool.bench.timing import Timing
+
+    if not isinstance(timing, Timing):
+        return str(timing.text)
+    if timing.host_bound:
+        return "the host was too slow to keep the GPU busy"
+    return {key: getattr(timing, key) for key in _QUARTILES}
 
 
 def _finite(value: float) -> float | None:
@@ -223,7 +257,7 @@ class CountingMeasurer:
     def findings(self, task: Task, subject: Subject) -> list[Any]:
         from invpool.check import check_against_float64
 
-        pool = self._pool(task.spec, subject.choice)
+        pool = self._pool(task.spec, _looping(subject.choice))
 
         def run(x: Any, g: Any, mask: Any) -> Any:
             mask = None if mask is None else mask.byte()
@@ -375,7 +409,7 @@ class GpuMeasurer:
 
         from invpool.check import check_against_float64
 
-        spec = task.spec
+        spec, subject = task.spec, dataclasses.replace(subject, choice=_looping(subject.choice))
 
         def run(x: Any, g: Any, mask: Any) -> Any:
             mask = None if mask is None else mask.byte().contiguous()
@@ -391,44 +425,55 @@ class GpuMeasurer:
     def times(self, task: Task, subjects: Mapping[str, Subject], batch: int) -> dict[str, Mapping[str, float] | str]:
         import torch
 
-        from invpool.bench.timing import Timing
-        from invpool.reference import composite
-
         spec = task.spec
         shape = (batch, spec.H, spec.K) if spec.layout == "bhk" else (batch, spec.K, spec.H)
         x = torch.randn(shape, device="cuda", dtype=torch.float32).to(getattr(torch, spec.dtype))
         mask = torch.ones(batch, spec.H, dtype=torch.uint8, device="cuda") if spec.masked else None
         g = torch.randn(batch, spec.H, device="cuda").to(x.dtype)
         calls: dict[str, Any] = {}
+        found: dict[str, Mapping[str, float] | str] = {}
         for name, subject in subjects.items():
-            tensors = self._forward(spec, subject, x, mask)
-            if task.direction == "backward":
-                tensors = self._backward_inputs(spec, tensors, g)
-                tensors |= self._outputs(spec, subject, "backward", batch)
-            calls[name] = self._launcher(spec, subject, task.direction, tensors)
+            try:
+                tensors = self._forward(spec, subject, x, mask)
+                if task.direction == "backward":
+                    tensors = self._backward_inputs(spec, tensors, g)
+                    tensors |= self._outputs(spec, subject, "backward", batch)
+                calls[name] = self._launcher(spec, subject, task.direction, tensors)
+            except torch.OutOfMemoryError as error:
+                found[name] = f"its tensors do not fit the GPU: {_first_lines(error)}"
+                torch.cuda.empty_cache()
+                continue
             # The closure holds addresses alone: the tensors must live as long as it does.
             calls[name].tensors = tensors
+        final = task.rounds > SEARCH_ROUNDS
+        timed = self._watch.interleaved(calls, task.rounds, _FINAL_SECONDS if final else _SEARCH_SECONDS)
+        found |= {name: _in_words(timing) for name, timing in timed.items()}
+        calls.clear()
         if task.composite:
-            leaf = x.detach().requires_grad_(task.direction == "backward")
-            seen = leaf if spec.layout == "bhk" else leaf.mT
-            if task.direction == "forward":
-                calls[COMPOSITE] = lambda: composite(seen, None, mask)
-            else:
-                try:
-                    out = composite(seen, None, mask)
-                    calls[COMPOSITE] = lambda: torch.autograd.grad(out, leaf, g, retain_graph=True)
-                except torch.OutOfMemoryError:
-                    pass  # of all that is timed, the composite alone forms [B,H,H]
-        timed = self._watch.interleaved(calls, task.rounds)
-        found: dict[str, Mapping[str, float] | str] = {}
-        for name, timing in timed.items():
-            if not isinstance(timing, Timing):
-                found[name] = timing.text
-            elif timing.host_bound:
-                found[name] = "the host was too slow to keep the GPU busy"
-            else:
-                found[name] = {key: getattr(timing, key) for key in _QUARTILES}
+            found[COMPOSITE] = self._composite(spec, task.direction, x, g, mask)
         return found
+
+    def _composite(self, spec: PoolSpec, direction: Direction, x: Any, g: Any, mask: Any) -> Mapping[str, float] | str:
+        """The time of what a user would write in PyTorch; of all that is timed, it alone forms [B,H,H]."""
+        import torch
+
+        from invpool.reference import composite
+
+        leaf = x.detach().requires_grad_(direction == "backward")
+        seen = leaf if spec.layout == "bhk" else leaf.mT
+        try:
+            if direction == "forward":
+                with torch.no_grad():
+                    return _in_words(
+                        self._watch.interleaved({COMPOSITE: lambda: composite(seen, None, mask)})[COMPOSITE]
+                    )
+            out = composite(seen, None, mask)
+            call = functools.partial(torch.autograd.grad, out, leaf, g, retain_graph=True)
+            return _in_words(self._watch.interleaved({COMPOSITE: call})[COMPOSITE])
+        except torch.OutOfMemoryError as error:
+            return _first_lines(error)
+        finally:
+            torch.cuda.empty_cache()  # modules are loaded from memory that torch does not keep
 
     def is_sound(self) -> bool:
         import torch

@@ -106,7 +106,7 @@ class Verdict:
         kept: the incumbent stays: nothing beat it by more than the spread.
         gain: 1 - best / incumbent, from the comparison at the end; of both directions together where the algorithm
             changes, since the two go together.
-        spread: the widest quartile range over its median among what was compared.
+        spread: the widest quartile range over its median, of the best and the incumbent.
         time: median_us, lower_quartile_us, upper_quartile_us; ``reference_us`` of the predicted plan; ``composite_us``.
         incumbent: the same of the incumbent, from the comparison at the end; None where it could not be timed.
     """

@@ -32,8 +32,10 @@ class Record:
 
     Attributes:
         outcome: ``ok``, or the step that failed; ``reason`` says how.
+        source: digests of the two kernels that were measured, its own and its partner's.
+        reference: digest of the kernel that was timed in turns with it.
         times: by batch: median_us, lower_quartile_us, upper_quartile_us, and ``reference_us``, the median of the
-            default plan, timed in turns with it.
+            reference.
         errors: of each check against float64, the error over what is allowed.
         resources: what ptxas gave: registers and spills.
     """
@@ -47,6 +49,7 @@ class Record:
     source: str
     outcome: Outcome
     reason: str = ""
+    reference: str = ""
     times: Mapping[int, Mapping[str, float]] = dataclasses.field(default_factory=dict)
     errors: Mapping[str, float | None] = dataclasses.field(default_factory=dict)
     resources: Mapping[str, int] | None = None
@@ -56,13 +59,14 @@ class Record:
     def key(self) -> tuple[str, ...]:
         return record_key(self.measurer, self.device, self.slug, self.direction, self.algorithm, self.plan, self.source)
 
-    def seconds(self, batch: int) -> float:
-        """The median at a batch, as it would be if the reference had not drifted since it was timed first."""
-        return 1e-6 * self.times[batch]["median_us"]
+    def covers(self, batches: Iterable[int], reference: str) -> bool:
+        """Whether nothing is left to measure: it cannot be right, or was timed at all batches beside this reference.
 
-    def covers(self, batches: Iterable[int]) -> bool:
-        """Whether nothing is left to measure: it failed, or was timed at all of the batches."""
-        return self.outcome != "ok" or all(batch in self.times for batch in batches)
+        What failed otherwise is tried again by the next sweep: a compiler may be there by then, or a GPU be free.
+        """
+        if self.outcome != "ok":
+            return self.outcome in ("correctness", "resources")
+        return self.reference == reference and all(batch in self.times for batch in batches)
 
     def line(self) -> bytes:
         fields = dataclasses.asdict(self)
@@ -126,10 +130,16 @@ class RecordFile:
         return self._records.get(key)
 
     def append(self, record: Record) -> None:
-        """Adds a record, on the disk when this returns. One of the same key is replaced by it: the last one counts."""
+        """Adds a record, on the disk when this returns. Of one key the last one counts.
+
+        Times of other batches join it; what was right and timed is not lost to a failure that says nothing of that.
+        """
         old = self._records.get(record.key)
-        if old is not None and old.outcome == record.outcome == "ok":
-            record = dataclasses.replace(record, times={**old.times, **record.times})
+        if old is not None and old.outcome == "ok":
+            if record.outcome == "ok" and old.reference == record.reference:
+                record = dataclasses.replace(record, times={**old.times, **record.times})
+            elif record.outcome not in ("ok", "correctness"):
+                return
         self._records[record.key] = record
         if self.path is None:
             return

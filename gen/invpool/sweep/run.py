@@ -11,7 +11,7 @@ from invpool.cache import KernelCache
 from invpool.compile import find_nvcc, has_pycuda
 from invpool.compile_pool import CompilePool
 from invpool.errors import InvpoolError
-from invpool.gpu import DEFAULT_GPU, KNOWN_GPUS, Gpu
+from invpool.gpu import DEFAULT_GPU, KNOWN_GPUS, Gpu, gpu_named
 from invpool.spec import PoolSpec
 from invpool.sweep.crew import TASK_SECONDS, Crew, LocalCrew, gpu_numbers
 from invpool.sweep.measure import MeasurerName
@@ -93,7 +93,8 @@ def run_sweep(
     with contextlib.ExitStack() as stack:
         crew = open_crew(options, spec)
         stack.callback(crew.close)
-        planned_for = crew.gpu or gpu or KNOWN_GPUS[DEFAULT_GPU]
+        named = gpu_named(crew.device, KNOWN_GPUS.values())
+        planned_for = crew.gpu or gpu or named or KNOWN_GPUS[DEFAULT_GPU]
         on_gpus = crew.gpu is not None
         kept = records if records is not None or options.replay is not None else records_path(crew.device, spec)
         pool = None

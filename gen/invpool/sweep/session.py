@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import json
 import logging
 import math
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import FIRST_COMPLETED, Future, wait
-from typing import Any, Final
+from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Future, wait
+from typing import Any, Final, Literal
 
 from invpool._version import __version__
 from invpool.abi import DIRECTIONS, Direction
-from invpool.algorithms import Choice, choose
+from invpool.algorithms import Choice, Plan, choose
 from invpool.compile import Compiled, Target
 from invpool.compile_pool import CompilePool
-from invpool.errors import CompileError, CompilerNotFoundError, TemplateError
-from invpool.render import render_kernel
+from invpool.errors import CompileError, TemplateError
+from invpool.render import render_kernel, source_digest
 from invpool.sweep.crew import Crew
-from invpool.sweep.measure import FINAL_ROUNDS, Answer, Measured, Subject, Task, sort_batches
+from invpool.sweep.measure import FINAL_ROUNDS, NOT_MEASURED, Answer, Measured, Subject, Task, sort_batches
 from invpool.sweep.model import Progress, SweepError, SweepRequest, SweepResult, Verdict
 from invpool.sweep.records import Record, RecordFile, candidate_key
 from invpool.sweep.search import Search
@@ -43,6 +44,10 @@ class _Pending:
     resources: dict[str, int] | None = None
 
 
+# Of the best at the end: timed beside the incumbent, or it could not be; it is the incumbent; nothing was compared.
+_Standing = Literal["timed", "lost", "same", "not compared"]
+
+
 @dataclasses.dataclass(frozen=True)
 class _Compared:
     """The best of one direction at one batch, and the time of what is there now, if that could be told."""
@@ -50,10 +55,13 @@ class _Compared:
     choice: Choice
     time: Mapping[str, float]
     old: Mapping[str, float] | None
+    standing: _Standing
 
-    @property
-    def totals(self) -> tuple[float, float] | None:
-        return None if self.old is None else (self.time["median_us"], self.old["median_us"])
+    def loses(self, gain: float, spread: float) -> bool:
+        """Whether the incumbent stays."""
+        if self.standing != "timed":
+            return self.standing != "not compared"
+        return self.old is not None and not gain > spread
 
     @property
     def gain(self) -> float:
@@ -61,7 +69,7 @@ class _Compared:
 
     @property
     def spread(self) -> float:
-        """The widest quartile range over its median."""
+        """The widest quartile range over its median, of the best and the incumbent."""
         times = [self.time, *([self.old] if self.old is not None else [])]
         return max((time["upper_quartile_us"] - time["lower_quartile_us"]) / time["median_us"] for time in times)
 
@@ -93,18 +101,26 @@ class Session:
         known = find_table(spec, dataclasses.replace(gpu, name=crew.device))
         self._tuned = known if known is not None and known.device == crew.device else None
         algorithms = request.algorithms
-        if not algorithms and request.directions != DIRECTIONS:
+        if request.directions != DIRECTIONS:
             # One direction alone is of use only with the other one's algorithm.
-            algorithms = tuple(dict.fromkeys(self._incumbent(b).algorithm.name for b in self.request.batches))
+            used = dict.fromkeys(self._incumbent(batch).algorithm.name for batch in self.request.batches)
+            if algorithms and not set(used) <= set(algorithms):
+                raise SweepError(
+                    f"the other direction is of {', '.join(used)}, and both directions are of one algorithm; "
+                    "sweep both directions, or leave --algorithm out"
+                )
+            algorithms = tuple(used)
         self.spaces = {
             d: list_space(spec, gpu, d, algorithms, request.extra, request.only_extra) for d in request.directions
         }
-        used = [self.default, *(self._incumbent(batch) for batch in self.request.batches)]
+        today = [self.default, *(self._incumbent(batch) for batch in self.request.batches)]
         gives_up = not request.budget.is_whole_space
-        self._searches = {d: Search(space, self.request.batches, used, gives_up) for d, space in self.spaces.items()}
+        self._searches = {d: Search(space, self.request.batches, today, gives_up) for d, space in self.spaces.items()}
         self._codes: dict[tuple[str, Any], Future[Compiled]] = {}
         self._seen: dict[tuple[str, ...], tuple[Candidate, Record]] = {}
         self._base_us: dict[tuple[Direction, int], float] = {}
+        self._reference = {d: source_digest(self.default.algorithm, spec, self.default.plan(d)) for d in DIRECTIONS}
+        self._digests: dict[tuple[str, Plan], str] = {}
         self.progress = Progress(total=request.budget.candidates)
 
     # ---- what is there now
@@ -143,15 +159,18 @@ class Session:
             CompilerNotFoundError: code is needed and there is no nvcc.
         """
         interrupted = False
+        self._subject(self.default)  # without the reference there is nothing to measure: its own error says why
         try:
             self._search()
         except KeyboardInterrupt:
             interrupted = True
-        if not any(record.outcome == "ok" for _, record in self._seen.values()):
-            raise SweepError(self._why_nothing())
         rows: list[list[Verdict]] = []
+        states = self._states() if self._seen else []
+        usable = any(self._fastest(batch, state)[1] for batch in self.request.batches for state in states)
+        if not usable and not interrupted:
+            raise SweepError(self._why_nothing())
         try:
-            rows = self._rows(compare=not interrupted)
+            rows = self._rows(compare=not interrupted) if usable else []
         except KeyboardInterrupt:
             interrupted = True
             rows = self._rows(compare=False)
@@ -180,6 +199,7 @@ class Session:
             in_time = budget.seconds is None or time.monotonic() - started < budget.seconds
             return in_time and (budget.candidates is None or tried < budget.candidates)
 
+        self._recall()
         turns = collections.deque(self.request.directions)
         while True:
             while turns and len(pending) < ahead and may_go_on():
@@ -198,6 +218,37 @@ class Session:
                 self._go_on(future, pending.pop(future), pending)
             self._report_pace(started)
 
+    def _recall(self) -> None:
+        """Takes what is known of the space from the records, so that a search goes on where one was stopped."""
+        known = {(record.direction, record.algorithm, _knobs(record.plan)) for record in self.records}
+        for direction, space in self.spaces.items():
+            for candidate in space.candidates:
+                if (direction, candidate.algorithm.name, _knobs(candidate.plan.knobs)) not in known:
+                    continue
+                record = self._known(candidate)
+                if record is not None:
+                    self._take(candidate, record)
+
+    def _known(self, candidate: Candidate) -> Record | None:
+        """The record of a candidate, if nothing is left to measure."""
+        if candidate.rejected is not None:
+            return None
+        key = candidate_key(self.crew.measurer, self.crew.device, self.request.spec, candidate, self._digest(candidate))
+        record = self.records.get(key)
+        reference = self._reference[candidate.direction]
+        return record if record is not None and record.covers(self.request.batches, reference) else None
+
+    def _digest(self, candidate: Candidate) -> str:
+        """Of the candidate's kernel and its partner's: neither can change without the record being another one."""
+        choice = candidate.choice(self.spaces[candidate.direction].partners)
+        found = []
+        for d in (candidate.direction, *(d for d in DIRECTIONS if d != candidate.direction)):
+            key = (choice.algorithm.name, choice.plan(d))
+            if key not in self._digests:
+                self._digests[key] = source_digest(choice.algorithm, self.request.spec, choice.plan(d))
+            found.append(self._digests[key])
+        return "-".join(found)
+
     def _report_pace(self, started: float) -> None:
         spent, done, budget = time.monotonic() - started, self.progress.done, self.request.budget
         if budget.seconds is not None:
@@ -207,27 +258,17 @@ class Session:
         self._on_progress(self.progress)
 
     def _begin(self, candidate: Candidate, pending: dict[Future[Any], _Pending]) -> None:
-        """Answers from the records, refuses, or sends to the compilers or the crew."""
-        spec = self.request.spec
+        """Refuses, or sends to the compilers or the crew."""
         if candidate.rejected is not None:
             self._record(_Pending(candidate, ""), Measured("resources", candidate.rejected))
             return
         try:
-            waiting = _Pending(candidate, candidate.digest(spec))
-            known = self.records.get(
-                candidate_key(self.crew.measurer, self.crew.device, spec, candidate, waiting.digest)
-            )
-            if known is not None and known.covers(self.request.batches):
-                self._take(candidate, known)
-                return
+            waiting = _Pending(candidate, self._digest(candidate))
             if self._pool is None:
                 pending[self._send(waiting)] = waiting
                 return
-            choices = (self.default, candidate.choice(self.spaces[candidate.direction].partners))
-            for choice in choices:
-                for d in DIRECTIONS:
-                    self._code(choice, d)
-            waiting.compiling = {d: self._code(choices[1], d) for d in DIRECTIONS}
+            choice = candidate.choice(self.spaces[candidate.direction].partners)
+            waiting.compiling = {d: self._code(choice, d) for d in DIRECTIONS}
         except TemplateError as error:
             self._record(_Pending(candidate, ""), Measured("compile", str(error)))
             return
@@ -255,12 +296,21 @@ class Session:
                 self._record(waiting, Measured("resources", obstacle))
                 return
             sent = self._send(waiting)
-        except CompilerNotFoundError:
-            raise
         except CompileError as error:
             self._record(waiting, Measured("compile", str(error)[:500]))
             return
+        except BrokenExecutor:
+            # Killed for want of memory, as a rule; the pool begins anew.
+            for d in DIRECTIONS:
+                self._codes.pop((candidate.algorithm.name, candidate.choice(self._partners(candidate)).plan(d)), None)
+            self._record(
+                waiting, Measured("compile", "the compiler was killed; MAX_JOBS lowers how many run at a time")
+            )
+            return
         pending[sent] = waiting
+
+    def _partners(self, candidate: Candidate) -> Mapping[str, Choice]:
+        return self.spaces[candidate.direction].partners
 
     def _resources(self, candidate: Candidate, compiled: Compiled, waiting: _Pending) -> str | None:
         """Why the code cannot be launched. One that spills can: whether it is slow for that is measured."""
@@ -289,6 +339,7 @@ class Session:
             waiting.digest,
             measured.outcome,
             measured.reason,
+            self._reference[candidate.direction],
             measured.times,
             measured.errors,
             waiting.resources,
@@ -304,7 +355,8 @@ class Session:
         self.progress.done += 1
         if record.outcome == "ok":
             for batch in batches:
-                self._base_us.setdefault((direction, batch), record.times[batch].get("reference_us", 0.0))
+                if record.times[batch].get("reference_us"):
+                    self._base_us.setdefault((direction, batch), record.times[batch]["reference_us"])
             seconds = {batch: 1e-6 * self._calibrated_us(record, direction, batch) for batch in batches}
             self._searches[direction].tell(candidate, seconds)
             for batch in batches:
@@ -324,6 +376,10 @@ class Session:
     def _why_nothing(self) -> str:
         failed = [(candidate, record) for candidate, record in self._seen.values() if record.outcome != "ok"]
         if not failed:
+            if self._seen:
+                return (
+                    f"of {len(self._seen)} candidates there is none for each direction of one algorithm; raise --budget"
+                )
             return f"there is no candidate for {self.request.spec.slug} on {self.request.gpu.name}"
         counts = ", ".join(f"{n} {kind}" for kind, n in sorted(self.progress.failures.items()))
         shown = [f"{c.direction} {c}: {r.outcome}: {r.reason}" for c, r in failed[:_FAILURES_TOLD]]
@@ -366,9 +422,12 @@ class Session:
         self.progress.step = "compare"
         batches, spec = self.request.batches, self.request.spec
         states = [self._states()[0], *(self._incumbent(batch).algorithm.state(spec) for batch in batches)]
+        if self._tuned is not None and any(row.batch not in batches for row in self._tuned.rows):
+            # Rows of batches that are not swept now stay, and a table has one kind of state.
+            states = [self._tuned.rows[0].choice.algorithm.state(spec)]
         rows: list[list[Verdict]] = []
         for state in dict.fromkeys(states):
-            names = {batch: self._fastest(batch, state)[1] for batch in batches}
+            names = {batch: self._name_for(batch, state) for batch in batches}
             if not all(names.values()):
                 # Of today's kind nothing was searched: all that was found is held against it, and none is taken.
                 return [self._kept(verdicts) for verdicts in rows]
@@ -384,6 +443,13 @@ class Session:
         """The same with the incumbent in place of what was found."""
         choice = self._incumbent(verdicts[0].batch)
         return [dataclasses.replace(v, choice=choice, kept=True, time=v.incumbent or v.time) for v in verdicts]
+
+    def _name_for(self, batch: int, state: tuple[str, ...]) -> str:
+        """The algorithm of a batch's row: of one direction alone, the one that the other direction has."""
+        if self.request.directions == DIRECTIONS:
+            return self._fastest(batch, state)[1]
+        name = self._incumbent(batch).algorithm.name
+        return name if self._best_us(batch, name) is not None else ""
 
     def _fastest(self, batch: int, state: tuple[str, ...]) -> tuple[float, str]:
         """Time and name of the fastest algorithm with a kind of state; infinity and nothing where there is none."""
@@ -407,40 +473,54 @@ class Session:
         return TunedRow.of(self.request.spec, verdicts[0].batch, verdicts[0].choice, evidence)
 
     def _finalists(self, direction: Direction, batch: int, algorithm: str) -> list[Choice]:
+        """The reference, the incumbent and the best, each kernel of the direction once."""
         partners = self.spaces[direction].partners
         best = [candidate.choice(partners) for candidate in self._ranked(direction, batch, algorithm)[:_FINALISTS]]
-        return [self.default, self._incumbent(batch), *best]
+        found: dict[tuple[str, Plan], Choice] = {}
+        for choice in (self.default, self._incumbent(batch), *best):
+            found.setdefault((choice.algorithm.name, choice.plan(direction)), choice)
+        return list(found.values())
 
     def _compare(self, direction: Direction, batch: int, algorithm: str) -> Answer | None:
-        """The finalists, checked and timed in turns once more; None where that cannot be done."""
-        choices = self._finalists(direction, batch, algorithm)
-        try:
-            subjects = tuple(self._subject(choice) for choice in choices)
-        except CompileError as error:
-            log.warning("the best %s plans at B=%s could not be compared: %s", direction, batch, error)
-            return None
+        """The finalists, checked and timed in turns once more. Whoever fails is left out, the others asked again."""
         request = self.request
-        task = Task(request.spec, request.gpu, direction, subjects, (batch,), FINAL_ROUNDS, composite=True)
-        answer = self.crew.submit(task).result()
+        subjects = [self._subject(choice) for choice in self._finalists(direction, batch, algorithm)]
+        outcomes: dict[int, Measured] = {}
+        composite: Mapping[int, float] = {}
+        places = list(range(len(subjects)))
+        while places:
+            chosen = tuple(subjects[place] for place in places)
+            task = Task(request.spec, request.gpu, direction, chosen, (batch,), FINAL_ROUNDS, composite=True)
+            answer = self.crew.submit(task).result()
+            composite = answer.composite_us or composite
+            outcomes |= dict(zip(places, answer.subjects, strict=True))
+            left = [place for place in places if outcomes[place].outcome == "ok" and batch in outcomes[place].times]
+            failed = [p for p in places if outcomes[p].outcome != "ok" and outcomes[p].reason != NOT_MEASURED]
+            if len(left) == len(places) or not failed:
+                break
+            # Times are comparable within a task alone; one that killed the worker took the others with it.
+            lonely = len(failed) == len(places) - 1 and len(places) > 2 and not left
+            places = places[:2] if lonely else [place for place in places if place not in failed]
         self._on_progress(self.progress)
-        return answer
+        return Answer(tuple(outcomes[place] for place in range(len(subjects))), composite)
 
     def _decide(self, batch: int, algorithm: str, finals: Mapping[Direction, Answer | None]) -> list[Verdict]:
-        """The plans of a row. The incumbent stays unless it is beaten by more than the spread."""
-        incumbent, same = self._incumbent(batch), self._incumbent(batch).algorithm.name == algorithm
+        """The plans of a row. The incumbent stays unless it is beaten by more than the spread, or fails by itself."""
+        incumbent = self._incumbent(batch)
         compared = {d: self._compared(d, batch, algorithm, finals.get(d)) for d in self.request.directions}
         gains = {d: one.gain for d, one in compared.items()}
         spreads = {d: one.spread for d, one in compared.items()}
-        if not same:
+        kept = {d: one.loses(gains[d], spreads[d]) for d, one in compared.items()}
+        if incumbent.algorithm.name != algorithm:
             # The two directions of another algorithm come together or not at all.
-            totals = [one.totals for one in compared.values()]
-            joint = 0.0 if None in totals else 1 - sum(t[0] for t in totals if t) / sum(t[1] for t in totals if t)
-            gains = dict.fromkeys(gains, joint)
-            spreads = dict.fromkeys(spreads, max(spreads.values()))
-        kept = {d: one.old is not None and not gains[d] > spreads[d] for d, one in compared.items()}
-        keeps_all = all(kept.values())
-        base = incumbent if same or keeps_all else next(iter(compared.values())).choice
-        plans = {d: base.plan(d) if kept.get(d, True) else compared[d].choice.plan(d) for d in DIRECTIONS}
+            olds = [one.old for one in compared.values() if one.old is not None]
+            total = sum(one.time["median_us"] for one in compared.values())
+            joint = 1 - total / sum(old["median_us"] for old in olds) if len(olds) == len(compared) else 0.0
+            gains, spreads = dict.fromkeys(gains, joint), dict.fromkeys(spreads, max(spreads.values()))
+            kept = dict.fromkeys(kept, any(one.loses(gains[d], spreads[d]) for d, one in compared.items()))
+        base = incumbent if all(kept.values()) else next(compared[d].choice for d in compared if not kept[d])
+        plans = {d: base.plan(d) if d not in compared else compared[d].choice.plan(d) for d in DIRECTIONS}
+        plans |= {d: incumbent.plan(d) for d in DIRECTIONS if kept.get(d, incumbent.algorithm is base.algorithm)}
         chosen = Choice(base.algorithm, **plans)
         shown = {d: one.old if kept[d] and one.old is not None else one.time for d, one in compared.items()}
         return [
@@ -450,18 +530,24 @@ class Session:
     def _compared(self, direction: Direction, batch: int, algorithm: str, answer: Answer | None) -> _Compared:
         """The best of the algorithm's finalists, and the incumbent; by the search alone where nothing was compared."""
         choices = self._finalists(direction, batch, algorithm)
-        ranked = self._ranked(direction, batch, algorithm)
-        searched = (choices[2], self._record_of(ranked[0]).times[batch])
+        best = self._ranked(direction, batch, algorithm)[0]
+        searched = (best.choice(self._partners(best)), self._record_of(best).times[batch])
         if answer is None:
-            return _Compared(*searched, None)
+            return _Compared(*searched, None, "not compared")
         composite = {"composite_us": answer.composite_us[batch]} if batch in answer.composite_us else {}
-        times: list[tuple[Choice, Mapping[str, float]] | None] = [
-            (choice, {**one.times[batch], **composite}) if one.outcome == "ok" and batch in one.times else None
+        times: dict[tuple[str, Plan], tuple[Choice, Mapping[str, float]]] = {
+            (choice.algorithm.name, choice.plan(direction)): (choice, {**one.times[batch], **composite})
             for choice, one in zip(choices, answer.subjects, strict=True)
-        ]
-        timed = [pair for pair in times if pair is not None and pair[0].algorithm.name == algorithm]
+            if one.outcome == "ok" and batch in one.times
+        }
+        incumbent = self._incumbent(batch)
+        own = (incumbent.algorithm.name, incumbent.plan(direction))
+        timed = [pair for (name, _), pair in times.items() if name == algorithm]
         winner, its_time = min(timed, key=lambda pair: pair[1]["median_us"], default=searched)
-        return _Compared(winner, its_time, times[1][1] if times[1] else None)
+        standing: _Standing = "timed" if timed else "lost"
+        if (winner.algorithm.name, winner.plan(direction)) == own:
+            standing = "same"
+        return _Compared(winner, its_time, times[own][1] if own in times else None, standing)
 
     def _predictions(self) -> dict[tuple[str, ...], dict[int, float]]:
         spec, gpu = self.request.spec, self.request.gpu
@@ -470,3 +556,8 @@ class Session:
             for key, (candidate, _) in self._seen.items()
             if candidate.rejected is None
         }
+
+
+def _knobs(plan: Mapping[str, Any]) -> str:
+    """A plan as a record has it, to look one up by."""
+    return json.dumps(dict(plan), sort_keys=True)

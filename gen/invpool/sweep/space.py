@@ -13,7 +13,6 @@ from typing import Any
 from invpool.abi import DIRECTIONS, Direction
 from invpool.algorithms import ALGORITHMS, Algorithm, Choice, Plan, best_plan, find_algorithm
 from invpool.gpu import Gpu
-from invpool.render import source_digest
 from invpool.spec import PoolSpec
 
 
@@ -47,10 +46,6 @@ class Candidate:
         partner = partners[self.algorithm.name]
         plans = {d: self.plan if d == self.direction else partner.plan(d) for d in DIRECTIONS}
         return Choice(self.algorithm, **plans)
-
-    def digest(self, spec: PoolSpec) -> str:
-        """See :func:`invpool.render.source_digest`."""
-        return source_digest(self.algorithm, spec, self.plan)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,7 +129,10 @@ def list_space(
 def _obstacle(spec: PoolSpec, gpu: Gpu, candidate: Candidate, partners: Mapping[str, Choice]) -> str | None:
     if candidate.algorithm.name not in partners:
         return f"{candidate.algorithm.name} has no legal plan for {spec.slug} on {gpu.name}"
-    return candidate.algorithm.reject(spec, candidate.plan, gpu)
+    try:
+        return candidate.algorithm.reject(spec, candidate.plan, gpu)
+    except (TypeError, ValueError, ArithmeticError, KeyError) as error:
+        return f"its parameters are of no use: {error!r}"
 
 
 def read_plans(path: Path) -> list[Candidate]:

@@ -10,13 +10,33 @@ import dataclasses
 import io
 import json
 import os
+import queue
 import sys
-from typing import Any
+import threading
+from typing import Any, Final
 
 
 def _answer(stream: Any, data: dict[str, Any]) -> None:
     stream.write(json.dumps(data, allow_nan=False) + "\n")
     stream.flush()
+
+
+def _tasks() -> queue.SimpleQueue[str | None]:
+    """The lines of stdin. When it ends while one is being worked on, the parent is dead: nobody wants the answer."""
+    found: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+
+    def read() -> None:
+        for line in sys.stdin:
+            found.put(line)
+        if _is_busy.is_set():
+            os._exit(1)  # a kernel may never end
+        found.put(None)
+
+    threading.Thread(target=read, daemon=True).start()
+    return found
+
+
+_is_busy: Final = threading.Event()
 
 
 def serve(measurer_name: str, device: int) -> int:
@@ -29,8 +49,10 @@ def serve(measurer_name: str, device: int) -> int:
     measurer = MEASURERS[measurer_name](device)  # type: ignore[index,call-arg]
     gpu = None if measurer.gpu is None else dataclasses.asdict(measurer.gpu)
     _answer(answers, {"device": measurer.device, "provenance": measurer.provenance, "gpu": gpu})
-    for line in sys.stdin:
+    for line in iter(_tasks().get, None):
+        _is_busy.set()
         answer = measure(measurer, Task.parse(json.loads(line)))
+        _is_busy.clear()
         _answer(answers, answer.as_dict() | {"sound": measurer.is_sound()})
     with contextlib.suppress(RuntimeError):
         measurer.close()

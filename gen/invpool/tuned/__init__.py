@@ -25,7 +25,7 @@ from invpool.abi import DIRECTIONS, Direction
 from invpool.algorithms import Choice, find_algorithm
 from invpool.cache import default_root, is_writable, lock_for, write_durably
 from invpool.errors import OutputError, TemplateError
-from invpool.gpu import Gpu
+from invpool.gpu import KNOWN_GPUS, Gpu, gpu_named
 from invpool.render import source_digest
 from invpool.spec import PoolSpec
 
@@ -160,9 +160,13 @@ def _fitted(table: TunedTable, gpu: Gpu) -> TunedTable:
     rows = []
     for row in table.rows:
         algorithm = row.choice.algorithm
-        plans = {d: algorithm.fitted(table.spec, row.choice.plan(d), gpu) for d in DIRECTIONS}
+        try:
+            plans = {d: algorithm.fitted(table.spec, row.choice.plan(d), gpu) for d in DIRECTIONS}
+            reasons = {d: algorithm.reject(table.spec, plans[d], gpu) for d in DIRECTIONS}
+        except (TypeError, ValueError, ArithmeticError, KeyError) as error:
+            raise _UnusableError(f"has a plan whose parameters are of no use: {error!r}") from error
         for plan in plans.values():
-            reason = algorithm.reject(table.spec, plan, gpu) or algorithm.reject_arch(gpu.arch)
+            reason = reasons[plan.direction] or algorithm.reject_arch(gpu.arch)
             if reason is not None:
                 raise _UnusableError(f"has a {plan.direction} plan that is not legal on {gpu.name}: {reason}")
         choice = Choice(algorithm, **plans)
@@ -214,7 +218,8 @@ def _places(spec: PoolSpec, gpu: Gpu) -> list[Path]:
             continue
         for path in files:
             # A listed GPU (h200) is the device whose name holds its own (NVIDIA H200).
-            if path.parent.name == name or name in path.parent.name.split("-"):
+            listed = gpu_named(path.parent.name.replace("-", ""), KNOWN_GPUS.values())
+            if path.parent.name == name or (listed is not None and listed.name == gpu.name):
                 exact.append(path)
             elif _arch_of(path) == gpu.arch:
                 alike.append(path)
@@ -283,6 +288,8 @@ def write_table(table: TunedTable, root: Path | None = None) -> Path:
     Raises:
         OutputError: the store cannot be written; names the variable that sets another.
     """
+    if not table.rows:
+        raise ValueError("a table without rows says nothing")
     root = own_root() if root is None else root
     path = table_path(root, table.device, table.spec)
     if not is_writable(path.parent):
