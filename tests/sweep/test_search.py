@@ -56,7 +56,9 @@ SPECS = (PoolSpec(128, 32), PoolSpec(7, 96), PoolSpec(321, 96), PoolSpec(862, 96
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
-@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.slug)
+@pytest.mark.parametrize(
+    "spec", [pytest.param(s, marks=[] if i < 2 else [pytest.mark.slow], id=s.slug) for i, s in enumerate(SPECS)]
+)
 def test_a_quarter_of_the_space_is_enough(spec: PoolSpec, direction: str) -> None:
     space, batches = list_space(spec, H200, direction), (16, 4096)  # type: ignore[arg-type]
     for seed in range(2):

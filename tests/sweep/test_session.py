@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 import threading
 from collections.abc import Callable
@@ -33,9 +34,17 @@ DEFAULT = choose(SPEC, H200)
 Rule = Callable[[Choice, str, int], float | None]
 
 
+_list_space = functools.lru_cache(list_space)
+_seconds = functools.lru_cache(maxsize=None)(Candidate.seconds)
+
+
 @pytest.fixture(autouse=True)
 def _store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(TUNED_VARIABLE, str(tmp_path / "tuned"))
+    # What would take the time here: to render every candidate, and to list and predict the same space again and again.
+    monkeypatch.setattr("invpool.sweep.session.source_digest", lambda algorithm, spec, plan: f"{algorithm.name} {plan}")
+    monkeypatch.setattr("invpool.sweep.session.list_space", _list_space)
+    monkeypatch.setattr(Candidate, "seconds", _seconds)
 
 
 class MadeUpCrew:

@@ -27,6 +27,7 @@ def _tasks() -> queue.SimpleQueue[str | None]:
 
     def read() -> None:
         for line in sys.stdin:
+            _is_busy.set()  # until it is answered
             found.put(line)
         if _is_busy.is_set():
             os._exit(1)  # a kernel may never end
@@ -50,7 +51,6 @@ def serve(measurer_name: str, device: int) -> int:
     gpu = None if measurer.gpu is None else dataclasses.asdict(measurer.gpu)
     _answer(answers, {"device": measurer.device, "provenance": measurer.provenance, "gpu": gpu})
     for line in iter(_tasks().get, None):
-        _is_busy.set()
         answer = measure(measurer, Task.parse(json.loads(line)))
         _is_busy.clear()
         _answer(answers, answer.as_dict() | {"sound": measurer.is_sound()})
