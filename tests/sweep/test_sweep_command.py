@@ -96,7 +96,7 @@ def test_d20_exactly_48_kib_of_dynamic_shared_memory_run(store: Path) -> None:
     found = find_algorithm("three_pass")
     exact = [plan for plan in found.legal(spec, H200, "backward") if found.launch(spec, plan).shared_bytes == 48 * 1024]
     assert exact
-    words = ["--algorithm", "three_pass", "--direction", "backward", "--batch", "64", "--budget", "2", "--json"]
+    words = ["--algorithm", "three_pass", "--batch", "64", "--budget", "2", "--json"]
     path = write_plans(store.parent / "plans.json", ("three_pass", "backward", exact[0].knobs))
     result = sweep("--H", "96", "--K", "126", "--plans", path, *words)
     assert result.exit_code == 0, result.output
