@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import multiprocessing
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -94,6 +95,19 @@ def run_python(code: str, *, cwd: Path, env: dict[str, str] | None = None, timeo
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def run_processes(
+    target: Callable[..., object], arguments: Sequence[tuple[object, ...]], seconds: float = 120
+) -> list[int | None]:
+    """Runs a function in a fresh process for each of the arguments, at once; their exit codes, None: still running."""
+    context = multiprocessing.get_context("spawn")
+    processes = [context.Process(target=target, args=own) for own in arguments]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(seconds)
+    return [process.exitcode for process in processes]
 
 
 def fake_compiler(source: str, target: Target) -> Compiled:

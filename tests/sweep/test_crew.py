@@ -17,7 +17,7 @@ from invpool.check import Finding
 from invpool.gpu import KNOWN_GPUS
 from invpool.spec import PoolSpec
 from invpool.sweep.crew import CannotStartError, LocalCrew, Post, Worker, WorkerDiedError, charged
-from invpool.sweep.measure import NOT_MEASURED, Answer, Measured, Subject, Task, _looping, measure
+from invpool.sweep.measure import NOT_MEASURED, Answer, CountingMeasurer, Measured, Subject, Task, _looping, measure
 
 H200 = KNOWN_GPUS["h200"]
 SPEC = PoolSpec(9, 20)
@@ -237,6 +237,13 @@ def test_after_a_spoilt_context_nobody_else_is_charged() -> None:
     assert [one.outcome for one in answer.subjects] == ["ok", "runtime", "runtime"]
     assert "illegal memory access" in answer.subjects[1].reason
     assert answer.subjects[2].reason == NOT_MEASURED
+
+
+def test_counted_kernels_of_two_specs_are_not_mixed_up() -> None:
+    measurer, choice = CountingMeasurer(), choice_of(64)
+    pools = [measurer._pool(spec, choice) for spec in (SPEC, PoolSpec(10, 20), SPEC)]
+    assert pools[0] is pools[2]
+    assert [pool.spec for pool in pools] == [SPEC, PoolSpec(10, 20), SPEC]
 
 
 def test_persistent_kernels_are_checked_with_blocks_that_go_from_item_to_item() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from helpers import run_processes
 from invpool.errors import OutputError
 from invpool.sweep.records import Record, RecordFile, read_records
 
@@ -139,13 +139,7 @@ def _append_many(path: str, first: int) -> None:
 
 def test_eight_processes_lose_nothing(tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
-    context = multiprocessing.get_context("spawn")
-    processes = [context.Process(target=_append_many, args=(str(path), 25 * n)) for n in range(8)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(120)
-    assert [process.exitcode for process in processes] == [0] * 8
+    assert run_processes(_append_many, [(str(path), 25 * n) for n in range(8)]) == [0] * 8
     assert sorted(record.plan["rows"] for record in RecordFile(path)) == list(range(200))
     assert len(path.read_bytes().splitlines()) == 200
 

@@ -238,6 +238,27 @@ def test_another_reference_is_measured_again(tmp_path: Path) -> None:
     assert len([task for task in crew.tasks if not task.composite]) == 10
 
 
+def test_a_failure_at_another_batch_leaves_what_is_known_and_counts_now(tmp_path: Path) -> None:
+    path = tmp_path / "records.jsonl"
+    first = sweep(MadeUpCrew(predicted), RecordFile(path), batches=(16,), budget=Budget(10))
+    crew = MadeUpCrew(predicted)
+    plain = crew.submit
+
+    def submit(task: Task) -> Future[Answer]:
+        future = plain(task)
+        if task.composite or task.subjects[1].choice == DEFAULT:
+            return future
+        failed: Future[Answer] = Future()
+        failed.set_result(Answer((future.result().subjects[0], Measured("timeout", "no answer"))))
+        return failed
+
+    crew.submit = submit  # type: ignore[method-assign]
+    second = sweep(crew, RecordFile(path), batches=(16, 4096), budget=Budget(10))
+    assert second.failures["timeout"] == 8
+    assert {verdict.choice for verdict in second.verdicts} == {DEFAULT}
+    assert len([record for record in RecordFile(path) if record.outcome == "ok"]) == len(first.records)
+
+
 def test_what_failed_for_want_of_something_is_tried_again_and_what_is_wrong_is_not(tmp_path: Path) -> None:
     path = tmp_path / "records.jsonl"
     sweep(MadeUpCrew(predicted), RecordFile(path), budget=Budget(8))

@@ -90,7 +90,7 @@ def test_d20_a_space_of_bad_plans_is_an_error_with_reasons_and_stores_nothing(pl
     assert not list(store.rglob("*.json"))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_d20_exactly_48_kib_of_dynamic_shared_memory_run(store: Path) -> None:
     spec = PoolSpec(96, 126)
     found = find_algorithm("three_pass")

@@ -18,7 +18,17 @@ from invpool.errors import PlanError
 from invpool.gpu import Gpu
 from invpool.spec import PoolSpec
 
-__all__ = ["ALGORITHMS", "Algorithm", "Choice", "Launch", "Plan", "best_plan", "choose", "find_algorithm"]
+__all__ = [
+    "ALGORITHMS",
+    "Algorithm",
+    "Choice",
+    "Launch",
+    "Plan",
+    "best_choice",
+    "best_plan",
+    "choose",
+    "find_algorithm",
+]
 
 # The batch that a default plan is chosen for: enough items to fill any listed GPU.
 CHOICE_BATCH: Final = 65536
@@ -87,6 +97,14 @@ def best_plan(
     return min(ranked, key=rank, default=None)
 
 
+def best_choice(algorithm: Algorithm[Any], spec: PoolSpec, gpu: Gpu, batch: int = CHOICE_BATCH) -> Choice | None:
+    """The best plan of each direction, or None if a direction has none."""
+    best = {direction: best_plan(algorithm, spec, gpu, direction, batch) for direction in DIRECTIONS}
+    if best["forward"] is None or best["backward"] is None:
+        return None
+    return Choice(algorithm, best["forward"][0], best["backward"][0])
+
+
 def choose(
     spec: PoolSpec, gpu: Gpu, algorithm: str | None = None, batch: int = CHOICE_BATCH, archs: Sequence[str] = ()
 ) -> Choice:
@@ -107,11 +125,11 @@ def choose(
         if too_old:
             reasons.append(f"{candidate.name}: {too_old}")
             continue
-        best = {direction: best_plan(candidate, spec, gpu, direction, batch) for direction in DIRECTIONS}
-        if best["forward"] and best["backward"]:
-            choices.append(Choice(candidate, best["forward"][0], best["backward"][0]))
+        best = best_choice(candidate, spec, gpu, batch)
+        if best is not None:
+            choices.append(best)
             continue
-        direction = next(direction for direction in DIRECTIONS if not best[direction])
+        direction = next(direction for direction in DIRECTIONS if not candidate.legal(spec, gpu, direction))
         # The plan that asks for least stands for the space: its reason is the one that cannot be evaded. Of equals, the
         # last: a space begins with what is liked best, wide tiles and shared blocks.
         plans = list(candidate.candidates(spec, direction))

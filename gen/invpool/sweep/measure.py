@@ -153,6 +153,7 @@ class Measurer(Protocol):
 
 def measure(measurer: Measurer, task: Task) -> Answer:
     """Checks every subject, then times those that are right, in turns: a wrong one is never timed."""
+    from invpool.bench.timing import Failure
     from invpool.check import Finding
 
     results: list[Measured] = []
@@ -163,7 +164,7 @@ def measure(measurer: Measurer, task: Task) -> Answer:
             results.append(Measured("compile", _first_lines(error)))
             continue
         except Exception as error:  # whatever a candidate raises, in PyCUDA, torch or here, is what came of it
-            results.append(Measured("runtime", f"{type(error).__name__}: {_first_lines(error)}"))
+            results.append(Measured("runtime", Failure.of(error).text))
             if not measurer.is_sound():
                 # Nothing runs in this context any more: the others are not to blame, and are asked for again.
                 rest = len(task.subjects) - len(results)
@@ -183,7 +184,7 @@ def measure(measurer: Measurer, task: Task) -> Answer:
         try:
             timed = measurer.times(task, right, batch)
         except Exception as error:
-            timed = dict.fromkeys(right, f"{type(error).__name__}: {_first_lines(error)}")
+            timed = dict.fromkeys(right, Failure.of(error).text)
         of_composite, of_reference = timed.get(COMPOSITE), timed.get("0")
         if isinstance(of_composite, Mapping):
             composite[batch] = of_composite["median_us"]
@@ -245,14 +246,14 @@ class CountingMeasurer:
         self.device = f"emulator, {platform.machine()}"
         self.gpu: Gpu | None = None
         self.provenance: dict[str, Any] = {"gxx": gxx_version(find_gxx())}
-        self._pools: dict[Choice, Any] = {}
+        self._pools: dict[tuple[PoolSpec, Choice], Any] = {}
 
     def _pool(self, spec: PoolSpec, choice: Choice) -> Any:
         from invpool.emulator.pool import EmulatedPool
 
-        if choice not in self._pools:
-            self._pools[choice] = EmulatedPool(spec, choice, "count")
-        return self._pools[choice]
+        if (spec, choice) not in self._pools:
+            self._pools[spec, choice] = EmulatedPool(spec, choice, "count")
+        return self._pools[spec, choice]
 
     def findings(self, task: Task, subject: Subject) -> list[Any]:
         from invpool.check import check_against_float64

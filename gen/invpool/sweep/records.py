@@ -88,8 +88,12 @@ class Record:
 def record_key(
     measurer: str, device: str, slug: str, direction: str, algorithm: str, plan: Mapping[str, Any], source: str
 ) -> tuple[str, ...]:
-    knobs = json.dumps(dict(plan), sort_keys=True)
-    return measurer, device, slug, direction, algorithm, knobs, source
+    return measurer, device, slug, direction, algorithm, plan_key(plan), source
+
+
+def plan_key(plan: Mapping[str, Any]) -> str:
+    """A plan's parameters, to look it up by."""
+    return json.dumps(dict(plan), sort_keys=True)
 
 
 def candidate_key(measurer: str, device: str, spec: PoolSpec, candidate: Candidate, digest: str) -> tuple[str, ...]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import json
 import logging
 import math
 import time
@@ -22,7 +21,7 @@ from invpool.render import render_kernel, source_digest
 from invpool.sweep.crew import Crew
 from invpool.sweep.measure import FINAL_ROUNDS, NOT_MEASURED, Answer, Measured, Subject, Task, sort_batches
 from invpool.sweep.model import Progress, SweepError, SweepRequest, SweepResult, Verdict
-from invpool.sweep.records import Record, RecordFile, candidate_key
+from invpool.sweep.records import Record, RecordFile, candidate_key, plan_key
 from invpool.sweep.search import Search
 from invpool.sweep.space import Candidate, list_space
 from invpool.tuned import TunedRow, TunedTable, find_table
@@ -220,10 +219,10 @@ class Session:
 
     def _recall(self) -> None:
         """Takes what is known of the space from the records, so that a search goes on where one was stopped."""
-        known = {(record.direction, record.algorithm, _knobs(record.plan)) for record in self.records}
+        known = {(record.direction, record.algorithm, plan_key(record.plan)) for record in self.records}
         for direction, space in self.spaces.items():
             for candidate in space.candidates:
-                if (direction, candidate.algorithm.name, _knobs(candidate.plan.knobs)) not in known:
+                if (direction, candidate.algorithm.name, plan_key(candidate.plan.knobs)) not in known:
                     continue
                 record = self._known(candidate)
                 if record is not None:
@@ -240,7 +239,7 @@ class Session:
 
     def _digest(self, candidate: Candidate) -> str:
         """Of the candidate's kernel and its partner's: neither can change without the record being another one."""
-        choice = candidate.choice(self.spaces[candidate.direction].partners)
+        choice = self._choice(candidate)
         found = []
         for d in (candidate.direction, *(d for d in DIRECTIONS if d != candidate.direction)):
             key = (choice.algorithm.name, choice.plan(d))
@@ -267,7 +266,7 @@ class Session:
             if self._pool is None:
                 pending[self._send(waiting)] = waiting
                 return
-            choice = candidate.choice(self.spaces[candidate.direction].partners)
+            choice = self._choice(candidate)
             waiting.compiling = {d: self._code(choice, d) for d in DIRECTIONS}
         except TemplateError as error:
             self._record(_Pending(candidate, ""), Measured("compile", str(error)))
@@ -275,11 +274,9 @@ class Session:
         pending[waiting.compiling[candidate.direction]] = waiting
 
     def _send(self, waiting: _Pending) -> Future[Answer]:
-        candidate = waiting.candidate
-        choice = candidate.choice(self.spaces[candidate.direction].partners)
-        subjects = (self._subject(self.default), self._subject(choice))
-        request = self.request
-        return self.crew.submit(Task(request.spec, request.gpu, candidate.direction, subjects, request.batches))
+        subjects = (self._subject(self.default), self._subject(self._choice(waiting.candidate)))
+        request, direction = self.request, waiting.candidate.direction
+        return self.crew.submit(Task(request.spec, request.gpu, direction, subjects, request.batches))
 
     def _go_on(self, future: Future[Any], waiting: _Pending, pending: dict[Future[Any], _Pending]) -> None:
         """The next step of a candidate, of which one step is done."""
@@ -302,15 +299,16 @@ class Session:
         except BrokenExecutor:
             # Killed for want of memory, as a rule; the pool begins anew.
             for d in DIRECTIONS:
-                self._codes.pop((candidate.algorithm.name, candidate.choice(self._partners(candidate)).plan(d)), None)
+                self._codes.pop((candidate.algorithm.name, self._choice(candidate).plan(d)), None)
             self._record(
                 waiting, Measured("compile", "the compiler was killed; MAX_JOBS lowers how many run at a time")
             )
             return
         pending[sent] = waiting
 
-    def _partners(self, candidate: Candidate) -> Mapping[str, Choice]:
-        return self.spaces[candidate.direction].partners
+    def _choice(self, candidate: Candidate) -> Choice:
+        """The candidate with its partner."""
+        return candidate.choice(self.spaces[candidate.direction].partners)
 
     def _resources(self, candidate: Candidate, compiled: Compiled, waiting: _Pending) -> str | None:
         """Why the code cannot be launched. One that spills can: whether it is slow for that is measured."""
@@ -346,7 +344,9 @@ class Session:
             {"invpool": __version__, **self.crew.provenance},
         )
         self.records.append(record)
-        self._take(candidate, self.records.get(record.key) or record)
+        # Times of other batches have joined what is right; what failed now counts as that, whatever was known before.
+        joined = self.records.get(record.key) if record.outcome == "ok" else None
+        self._take(candidate, joined or record)
 
     def _take(self, candidate: Candidate, record: Record) -> None:
         """Counts what came of a candidate, now or in an earlier sweep."""
@@ -388,16 +388,14 @@ class Session:
 
     # ---- the choice
 
-    def _ranked(self, direction: Direction, batch: int, algorithm: str) -> list[Candidate]:
-        """The right candidates of an algorithm, the fastest first; none of a direction that is not searched."""
-        if direction not in self.request.directions:
-            return []
+    def _ranked(self, direction: Direction, batch: int, algorithm: str) -> list[tuple[float, Candidate, Record]]:
+        """Time, candidate and record of what is right of an algorithm, the fastest first."""
         found = [
-            (self._calibrated_us(record, direction, batch), str(candidate), candidate)
+            (self._calibrated_us(record, direction, batch), candidate, record)
             for candidate, record in self._seen.values()
             if record.outcome == "ok" and candidate.direction == direction and candidate.algorithm.name == algorithm
         ]
-        return [candidate for _, _, candidate in sorted(found, key=lambda entry: entry[:2])]
+        return sorted(found, key=lambda entry: (entry[0], str(entry[1])))
 
     def _best_us(self, batch: int, algorithm: str) -> float | None:
         """The least time of the searched directions together; None where one has nothing that is right."""
@@ -406,12 +404,8 @@ class Session:
             ranked = self._ranked(direction, batch, algorithm)
             if not ranked:
                 return None
-            record = self._record_of(ranked[0])
-            total += self._calibrated_us(record, direction, batch)
+            total += ranked[0][0]
         return total
-
-    def _record_of(self, candidate: Candidate) -> Record:
-        return next(record for known, record in self._seen.values() if known == candidate)
 
     def _rows(self, compare: bool) -> list[list[Verdict]]:
         """The verdicts of each batch. All rows have one kind of state, since a package has.
@@ -474,8 +468,8 @@ class Session:
 
     def _finalists(self, direction: Direction, batch: int, algorithm: str) -> list[Choice]:
         """The reference, the incumbent and the best, each kernel of the direction once."""
-        partners = self.spaces[direction].partners
-        best = [candidate.choice(partners) for candidate in self._ranked(direction, batch, algorithm)[:_FINALISTS]]
+        ranked = self._ranked(direction, batch, algorithm)[:_FINALISTS]
+        best = [self._choice(candidate) for _, candidate, _ in ranked]
         found: dict[tuple[str, Plan], Choice] = {}
         for choice in (self.default, self._incumbent(batch), *best):
             found.setdefault((choice.algorithm.name, choice.plan(direction)), choice)
@@ -530,8 +524,8 @@ class Session:
     def _compared(self, direction: Direction, batch: int, algorithm: str, answer: Answer | None) -> _Compared:
         """The best of the algorithm's finalists, and the incumbent; by the search alone where nothing was compared."""
         choices = self._finalists(direction, batch, algorithm)
-        best = self._ranked(direction, batch, algorithm)[0]
-        searched = (best.choice(self._partners(best)), self._record_of(best).times[batch])
+        _, best, record = self._ranked(direction, batch, algorithm)[0]
+        searched = (self._choice(best), record.times[batch])
         if answer is None:
             return _Compared(*searched, None, "not compared")
         composite = {"composite_us": answer.composite_us[batch]} if batch in answer.composite_us else {}
@@ -556,8 +550,3 @@ class Session:
             for key, (candidate, _) in self._seen.items()
             if candidate.rejected is None
         }
-
-
-def _knobs(plan: Mapping[str, Any]) -> str:
-    """A plan as a record has it, to look one up by."""
-    return json.dumps(dict(plan), sort_keys=True)

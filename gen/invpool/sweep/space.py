@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from invpool.abi import DIRECTIONS, Direction
-from invpool.algorithms import ALGORITHMS, Algorithm, Choice, Plan, best_plan, find_algorithm
+from invpool.algorithms import ALGORITHMS, Algorithm, Choice, Plan, best_choice, find_algorithm
 from invpool.gpu import Gpu
 from invpool.spec import PoolSpec
 
@@ -105,9 +105,9 @@ def list_space(
     found = [find_algorithm(name) for name in algorithms] or list(ALGORITHMS.values())
     partners: dict[str, Choice] = {}
     for algorithm in found:
-        best = {d: best_plan(algorithm, spec, gpu, d) for d in DIRECTIONS}
-        if algorithm.reject_arch(gpu.arch) is None and best["forward"] and best["backward"]:
-            partners[algorithm.name] = Choice(algorithm, best["forward"][0], best["backward"][0])
+        best = best_choice(algorithm, spec, gpu) if algorithm.reject_arch(gpu.arch) is None else None
+        if best is not None:
+            partners[algorithm.name] = best
     asked_for = {
         (more.algorithm.name, more.plan): dataclasses.replace(more, rejected=_obstacle(spec, gpu, more, partners))
         for more in extra
