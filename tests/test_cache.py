@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from helpers import run_processes
 from invpool import cache as cache_room
 from invpool.abi import DIRECTIONS, Direction
 from invpool.algorithms import find_algorithm
@@ -144,19 +145,9 @@ def _get(root: str, compiles: str, barrier: object, source: str) -> None:
 
 @pytest.mark.parametrize("sources", [1, 8])
 def test_eight_processes_on_an_empty_cache_compile_each_source_once(tmp_path: Path, sources: int) -> None:
-    context = multiprocessing.get_context("spawn")
-    barrier = context.Barrier(8)
-    processes = [
-        context.Process(
-            target=_get, args=(str(tmp_path / "c"), str(tmp_path / "compiles"), barrier, f"{SOURCE}{i % sources}")
-        )
-        for i in range(8)
-    ]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(60)
-    assert [process.exitcode for process in processes] == [0] * 8
+    barrier = multiprocessing.get_context("spawn").Barrier(8)
+    folders = (str(tmp_path / "c"), str(tmp_path / "compiles"))
+    assert run_processes(_get, [(*folders, barrier, f"{SOURCE}{i % sources}") for i in range(8)], 60) == [0] * 8
     assert CountingCompiler(tmp_path / "compiles").count == sources
     assert len(_entries(tmp_path / "c")) == sources
     assert not list((tmp_path / "c").rglob("tmp-*"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import multiprocessing
 import os
 import pickle
 import threading
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import invpool
-from helpers import fake_compiler
+from helpers import fake_compiler, run_processes
 from invpool import frontdoor
 from invpool.cache import CACHE_VARIABLE, KernelCache
 from invpool.cli.app import main
@@ -33,8 +32,8 @@ pool = invpool.inverted_attention_pool
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
-    for known in (frontdoor._ops, frontdoor._ops_by_words, frontdoor._making):
-        monkeypatch.setattr(frontdoor, {id(v): k for k, v in vars(frontdoor).items()}[id(known)], {})
+    for known in ("_ops", "_making"):
+        monkeypatch.setattr(frontdoor, known, {})
     return tmp_path / "cache"
 
 
@@ -271,13 +270,7 @@ def _make_in_process(number: int, root: str) -> None:
 
 
 def test_d23_processes_that_need_the_same_kernel_make_one_package(own_cache: Path) -> None:
-    context = multiprocessing.get_context("spawn")
-    processes = [context.Process(target=_make_in_process, args=(n, str(own_cache))) for n in range(4)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(200)
-    assert [process.exitcode for process in processes] == [0] * 4
+    assert run_processes(_make_in_process, [(n, str(own_cache)) for n in range(4)], 200) == [0] * 4
     folder = frontdoor.package_folder(SPEC, H200)
     assert [entry.name for entry in folder.parent.iterdir()] == [SPEC.slug]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-import multiprocessing
 import os
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import pytest
 import torch
 
 import invpool
-from helpers import fake_compiler
+from helpers import fake_compiler, run_processes
 from invpool.algorithms import Choice, choose, find_algorithm
 from invpool.cache import KernelCache
 from invpool.emulator.op import EmulatedOp
@@ -215,13 +214,7 @@ def _write_one(number: int, root: str) -> None:
 
 
 def test_processes_that_write_into_one_store_lose_nothing(store: Path) -> None:
-    context = multiprocessing.get_context("spawn")
-    processes = [context.Process(target=_write_one, args=(number, str(store))) for number in range(8)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(120)
-    assert [process.exitcode for process in processes] == [0] * 8
+    assert run_processes(_write_one, [(number, str(store)) for number in range(8)]) == [0] * 8
     for K in range(4):
         table = read_table(table_path(store, DEVICE, PoolSpec(9, 20 + K)))
         assert table is not None

@@ -5,6 +5,7 @@ __init__.py  runtime.py  manifest.json  <kernel>.cu  <kernel>.<target>.cubin  <k
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import fcntl
@@ -51,10 +52,11 @@ class BuiltKernel:
 def _file_stems(kernels: Sequence[BuiltKernel]) -> list[str]:
     """What each kernel's files are called: algorithm and direction, and a number from the second such kernel on."""
     stems: list[str] = []
+    seen: collections.Counter[str] = collections.Counter()
     for kernel in kernels:
         stem = f"{kernel.algorithm.name}_{kernel.plan.direction}"
-        number = 1 + sum(earlier.rstrip("0123456789").rstrip("_") == stem for earlier in stems)
-        stems.append(stem if number == 1 else f"{stem}_{number}")
+        seen[stem] += 1
+        stems.append(stem if seen[stem] == 1 else f"{stem}_{seen[stem]}")
     return stems
 
 

@@ -37,12 +37,11 @@ log = logging.getLogger("invpool")
 DISABLE_VARIABLE: Final = "INVPOOL_DISABLE_JIT"
 _NO_KERNELS: Final = "pip install 'invpool[nvcc]', which also needs g++: apt-get install g++"
 
-# By spec and device number; None is the CPU.
-_ops: dict[tuple[PoolSpec, int | None], PoolOp] = {}
-# The same by the words of a call: to make a spec takes longer than to look one up.
-_ops_by_words: dict[tuple[Any, ...], PoolOp] = {}
+# H, K, dtype, layout, precision, masked and device number, None for the CPU: what a call knows without making a spec.
+_Key = tuple[int, int, torch.dtype, str, str, bool, int | None]
+_ops: dict[_Key, PoolOp] = {}
 _guard: Final = threading.Lock()
-_making: Final[dict[tuple[PoolSpec, int | None], threading.Lock]] = {}
+_making: dict[_Key, threading.Lock] = {}
 
 
 # ---------------------------------------------------------------- what users call
@@ -168,26 +167,24 @@ def _require_input(x: Tensor, layout: str) -> None:
 
 def _op_of(H: int, K: int, dtype: torch.dtype, layout: str, precision: str, masked: bool, device: int | None) -> PoolOp:
     """The op of a shape: a look-up, but for the first time, which torch.compile has happen while it traces."""
-    words = (H, K, dtype, layout, precision, masked, device)
+    key = (H, K, dtype, layout, precision, masked, device)
     # torch.compile looks at a dictionary once: it must hold the op by then.
-    if torch.compiler.is_compiling() or words not in _ops_by_words:
+    if torch.compiler.is_compiling() or key not in _ops:
         _prepare(H, K, str(dtype), layout, precision, masked, device)
-    return _ops_by_words[words]
+    return _ops[key]
 
 
 # What it returns is a constant to torch.compile; what it leaves behind is then found like any global.
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _prepare(H: int, K: int, dtype: str, layout: str, precision: str, masked: bool, device: int | None) -> bool:
     spec = PoolSpec(H, K, dtype, layout, precision, masked)  # type: ignore[arg-type]
-    words = (H, K, getattr(torch, spec.dtype), layout, precision, masked, device)
-    if words not in _ops_by_words:
-        _ops_by_words[words] = _find_op(spec, device, os.environ.get(DISABLE_VARIABLE, "0") in ("", "0"))
+    _find_op(spec, device, may_make=os.environ.get(DISABLE_VARIABLE, "0") in ("", "0"))
     return True
 
 
 def _find_op(spec: PoolSpec, device: int | None, may_make: bool) -> PoolOp:
     """The op, opened or made by one thread; others wait for it."""
-    key = (spec, device)
+    key = (spec.H, spec.K, getattr(torch, spec.dtype), spec.layout, spec.precision, spec.masked, device)
     with _guard:
         making = _making.setdefault(key, threading.Lock())
     with making:

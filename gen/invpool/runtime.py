@@ -12,6 +12,7 @@ Registration follows the one way that gives no silent wrong answer: raw ops made
 
 from __future__ import annotations
 
+import abc
 import bisect
 import contextlib
 import ctypes
@@ -235,7 +236,7 @@ def _scalar_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-class PoolOp:
+class PoolOp(abc.ABC):
     """What every op of one spec does with its arguments. Call it as ``op(x, scale=None, mask=None, lengths=None)``.
 
     Attributes:
@@ -245,18 +246,21 @@ class PoolOp:
     def __init__(self, H: int, K: int, dtype: torch.dtype, layout: str, masked: bool) -> None:
         self.H, self.K, self.dtype, self.layout, self.masked = H, K, dtype, layout, masked
 
+    @abc.abstractmethod
     def _pool(self, x: Tensor, scale: Tensor | None, mask: Tensor | None) -> Tensor:
         """out[B,H] of a checked batch."""
-        raise NotImplementedError
+
+    @abc.abstractmethod
+    def _how_to_mask(self) -> str:
+        """What to type for an op that takes a mask."""
 
     def _attention(self, x: Tensor, scale: Tensor | None, mask: Tensor | None) -> Tensor:
         """a[B,H,H] of a checked batch, in the type of the sums."""
-        seen = self.variate_major(x).to(_scalar_dtype(self.dtype))
-        return closed_form_attention(seen, scale, mask)[0]
+        return closed_form_attention(self.closed_form_view(x), scale, mask)[0]
 
-    def _how_to_mask(self) -> str:
-        """What to type for an op that takes a mask."""
-        raise NotImplementedError
+    def closed_form_view(self, x: Tensor) -> Tensor:
+        """x as the closed form takes it: variate-major, in the type of the sums."""
+        return self.variate_major(x).to(_scalar_dtype(self.dtype))
 
     # ---- shapes and layouts
 
@@ -354,9 +358,8 @@ class PoolOp:
             TypeError, ValueError: see :meth:`check_input`, :meth:`scale_tensor` and :meth:`mask_of_lengths`.
             LoadError: there is no code for this GPU, or the package is damaged.
         """
-        x, mask, leading = self._batched(x, mask, lengths)
-        factor, takes_part = self.scale_tensor(x, scale), self.full_mask(x, mask)
-        out = self._pool(x, factor, takes_part)
+        batch, leading = self._batched(x, scale, mask, lengths)
+        out = self._pool(*batch)
         return out if leading is None else out.reshape(*leading, self.H)
 
     def attention_map(
@@ -371,15 +374,14 @@ class PoolOp:
         From the kernel where the plan keeps it and no gradient is wanted, else in closed form, which
         is differentiable. Takes the same arguments and raises the same errors as the op itself.
         """
-        x, mask, leading = self._batched(x, mask, lengths)
-        factor, takes_part = self.scale_tensor(x, scale), self.full_mask(x, mask)
-        found = self._attention(x, factor, takes_part)
+        batch, leading = self._batched(x, scale, mask, lengths)
+        found = self._attention(*batch)
         return found if leading is None else found.reshape(*leading, self.H, self.H)
 
     def _batched(
-        self, x: Tensor, mask: Tensor | None, lengths: Tensor | None
-    ) -> tuple[Tensor, Tensor | None, tuple[int, ...] | None]:
-        """x and mask with one leading axis, and the axes that were there instead; None if it was one.
+        self, x: Tensor, scale: Tensor | float | None, mask: Tensor | None, lengths: Tensor | None
+    ) -> tuple[tuple[Tensor, Tensor | None, Tensor | None], tuple[int, ...] | None]:
+        """x, scale and mask as kernels take them, with one leading axis; and the axes there were instead, if any.
 
         Raises:
             TypeError, ValueError: see :meth:`__call__`.
@@ -401,7 +403,7 @@ class PoolOp:
                         raise ValueError(f"mask has shape {tuple(mask.shape)} on {mask.device}; expected {expected}")
                     mask = mask.reshape(-1, self.H)
         self.check_input(x, mask)
-        return x, mask, leading
+        return (x, self.scale_tensor(x, scale), self.full_mask(x, mask)), leading
 
     def mask_of_lengths(self, x: Tensor, lengths: Tensor) -> Tensor:
         """``[...,H]`` bool: true for the first ``lengths[...]`` variates of an item.
@@ -441,16 +443,16 @@ class ClosedFormOp(PoolOp):
 
     def _pool(self, x: Tensor, scale: Tensor | None, mask: Tensor | None) -> Tensor:
         def form(x: Tensor, scale: Tensor | None, mask: Tensor | None) -> Tensor:
-            seen = self.variate_major(x).to(_scalar_dtype(self.dtype))
-            return closed_form_forward(seen, scale, mask).to(self.dtype)
+            return closed_form_forward(self.closed_form_view(x), scale, mask).to(self.dtype)
 
         # Neither torch.compile nor vmap can see how many items there are, or follow a checkpoint.
         transformed = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
         if transformed or x.shape[0] <= self._items():
             return form(x, scale, mask)
-        masks = [None] * x.shape[0] if mask is None else mask.split(self._items())
-        parts = zip(x.split(self._items()), masks, strict=False)
+        xs = x.split(self._items())
+        masks = [None] * len(xs) if mask is None else mask.split(self._items())
         # Backward forms each part again rather than keep [B,H,H] of them all.
+        parts = zip(xs, masks, strict=True)
         return torch.cat([checkpoint(form, part, scale, takes_part, use_reentrant=False) for part, takes_part in parts])
 
 
@@ -763,7 +765,7 @@ class GeneratedOp(PoolOp):
 
     def cpu_forward(self, x: Tensor, scale: Tensor | None, mask: Tensor | None) -> tuple[Tensor, ...]:
         results = self.empty_state(x)
-        seen = _closed_form_view(self.namespace, x.contiguous())
+        seen = self.closed_form_view(x.contiguous())
         attention, lse = closed_form_attention(seen, scale, mask)
         out = closed_form_forward(seen, scale, mask)
         values = {"out": out, "out_acc": out, "lse": lse, "lse_low": torch.zeros_like(lse), "attn": attention}
@@ -781,7 +783,7 @@ class GeneratedOp(PoolOp):
         lse: Tensor,
         extra: Tensor | None,
     ) -> Tensor:
-        seen = _closed_form_view(self.namespace, x.contiguous())
+        seen = self.closed_form_view(x.contiguous())
         dx = closed_form_backward(seen, g.contiguous().to(seen.dtype), scale, mask)
         return self.variate_major(dx).to(self.dtype).contiguous()
 
@@ -902,12 +904,6 @@ def _needs_autograd(x: Tensor, scale: Tensor | None) -> bool:
     )
 
 
-def _closed_form_view(namespace: str, x: Tensor) -> Tensor:
-    """x as the closed form takes it: variate-major, in the type of the sums."""
-    op = _OPS[namespace]
-    return op.variate_major(x).to(_scalar_dtype(op.dtype))
-
-
 class _Pool(torch.autograd.Function):
     """Forward with its gradient: (x, scale, mask, namespace) -> (out, *state)."""
 
@@ -933,7 +929,7 @@ class _Pool(torch.autograd.Function):
         d_scale = None
         if scale is not None and ctx.needs_input_grad[1]:
             # dscale = sum dS * S / scale, through the composite: the closed formula from dx cancels.
-            seen = _closed_form_view(ctx.namespace, x)
+            seen = _OPS[ctx.namespace].closed_form_view(x)
             pull = torch.func.vjp(lambda factor: closed_form_forward(seen, factor, mask), scale)[1]
             (d_scale,) = pull(g.to(seen.dtype))
         return dx, d_scale, None, None
@@ -992,7 +988,7 @@ class _PoolBackward(torch.autograd.Function):
         namespace = ctx.namespace
 
         def gradient(g: Tensor, x: Tensor, *scale: Tensor) -> Tensor:
-            seen = _closed_form_view(namespace, x)
+            seen = _OPS[namespace].closed_form_view(x)
             dx = closed_form_backward(seen, g.to(seen.dtype), scale[0] if scale else None, mask)
             return _OPS[namespace].variate_major(dx).to(x.dtype)
 

@@ -81,7 +81,7 @@ class Asked:
 
 
 class _Live:
-    """Progress on a terminal, and one line in ten elsewhere."""
+    """Progress on a terminal; nothing elsewhere."""
 
     def __init__(self, console: Console, what: str) -> None:
         self._bars = Bars(
