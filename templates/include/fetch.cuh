@@ -56,3 +56,10 @@ class Fetch {
   bool by_bulk_ = false;
   int parity_ = 0;
 };
+
+// For an item that nobody has room for: has it brought to L2, from where it comes sooner and faster than from DRAM.
+__device__ inline void bring_near(const Element* item, int thread) {
+  constexpr int kLine = 128 / sizeof(Element);
+#pragma unroll 1
+  for (int at = kLine * thread; at < kH * kK; at += kLine * kItemThreads) prefetch_line(item + at);
+}

@@ -193,13 +193,24 @@ constexpr int kStageWidth = kVariateMajor ? pack_width<Element>(kK, kK) : pack_w
 constexpr int kClasses = 8 / kStageLanes;  // of a lane
 static_assert(8 % kStageLanes == 0, "lanes share the classes evenly");
 
+// How threads stage a plane whose rows are variates: kStageLanes of a warp a variate, two of them neighbours, the others as
+// far apart as they can be. Of 16 lanes, eight variates write both halves of a row of a piece each: all banks once.
+constexpr int kStagedRows = 32 / kStageLanes;  // variates of a warp
+__device__ inline int staged_row(int thread) {
+  return kStageLanes == 1 ? thread : thread / 32 * kStagedRows + thread / 2 % kStagedRows;
+}
+__device__ inline int staged_part(int thread) {
+  return kStageLanes == 1 ? 0 : thread % 2 + thread % 32 / (2 * kStagedRows) * 2;
+}
+constexpr int kPartFlips = kStageLanes == 1 ? 0 : 32 - 2 * kStagedRows + 1;  // the lane bits that tell parts apart
+
 // Variates (or pieces of a plane) begin on the same bank: each goes through its classes in an order of its own, which
 // changes no sum: classes that are added to each other stay so.
 __device__ inline int order_of(int h) {
   if constexpr (kVariateMajor) {
     constexpr int kPacks = kK / kStageWidth;
     constexpr int kOrders = kPacks % 8 == 0 ? 8 : kPacks % 4 == 0 ? 4 : kPacks % 2 == 0 ? 2 : 1;
-    return (h ^ (h / 8 & 1)) & (kOrders - 1);
+    return (kStageLanes == 1 ? h ^ (h / 8 & 1) : 2 * h) & (kOrders - 1);
   }
   return kK < 8 ? 0 : h / 8 % 4 * 2;
 }
@@ -207,15 +218,16 @@ __device__ inline int order_of(int h) {
 struct ClassSums {
   Scalar of_class[kClasses] = {};
 
-  // The sum over the lanes that flipping the bits from `farthest` down to `nearest` tells apart.
-  __device__ Scalar total(int nearest, int farthest) {
+  // The sum over the classes and the lanes that `flips`, a mask of lane bits, tells apart, the highest first.
+  __device__ Scalar total(int flips) {
 #pragma unroll
     for (int half = kClasses / 2; half > 0; half /= 2) {
 #pragma unroll
       for (int i = 0; i < half; ++i) of_class[i] += of_class[i + half];
     }
-    for (int flip = farthest; flip >= nearest; flip /= 2) {
-      of_class[0] += __shfl_xor_sync(0xffffffffu, of_class[0], flip);
+#pragma unroll
+    for (int flip = 16; flip > 0; flip /= 2) {
+      if ((flips & flip) != 0) of_class[0] += __shfl_xor_sync(0xffffffffu, of_class[0], flip);
     }
     return of_class[0];
   }

@@ -8,6 +8,9 @@ static_assert(sizeof(Scalar) == 4, "tensor cores sum in float32");
 // Two fp16 numbers, the first in the low half.
 using Halves = unsigned;
 
+// Two bf16 numbers, likewise: the upper halves of two floats.
+using Bfloats = unsigned;
+
 // A warp holds an 8x8 matrix of fp16 as one Halves a lane: row lane / 4, columns 2 * (lane % 4) and the next.
 // A of 16x16 is four of them, a[0] upper left, a[1] lower left, a[2] upper right, a[3] lower right; B of 16x8 is
 // b0 over b1, both transposed; D of 16x8 is d[0..1] in row lane / 4 and d[2..3] eight rows below.
@@ -89,6 +92,25 @@ __device__ inline void multiply(Scalar (&d)[4], const Halves (&a)[4], Halves b0,
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(0.f));
 }
 
+// The same of bf16 numbers.
+__device__ inline Bfloats pack_bfloats(Scalar low, Scalar high) {
+  Bfloats pair;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+__device__ inline void multiply_add_bfloats(Scalar (&d)[4], const Bfloats (&a)[4], Bfloats b0, Bfloats b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+__device__ inline void multiply_bfloats(Scalar (&d)[4], const Bfloats (&a)[4], Bfloats b0, Bfloats b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%10, %10, %10, %10};"
+      : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(0.f));
+}
+
 // Begins a copy that bypasses registers. It is there after wait_copies, for the thread that asked for it; for others
 // after a barrier behind that. Only copies of 16 bytes can bypass L1.
 template <int BYTES>
@@ -105,6 +127,11 @@ __device__ void copy_async(void* shared, const void* global) {
                  : "r"(shared_address(shared)), "l"(__cvta_generic_to_global(global)), "n"(BYTES)
                  : "memory");
   }
+}
+
+// Has the line of DRAM that holds this brought to L2; nobody waits for it.
+__device__ inline void prefetch_line(const void* global) {
+  asm volatile("prefetch.global.L2 [%0];" : : "l"(__cvta_generic_to_global(global)));
 }
 
 // Makes a group of the copies begun since the last one.
@@ -145,11 +172,21 @@ __device__ inline void multiply_add(Scalar (&d)[4], const Halves (&a)[4], Halves
 __device__ inline void multiply(Scalar (&d)[4], const Halves (&a)[4], Halves b0, Halves b1, EMULATOR_CALLER) {
   emulator::multiply_matrices({"multiply", file, line}, d, a, b0, b1, false);
 }
+__device__ inline Bfloats pack_bfloats(Scalar low, Scalar high) {
+  return emulator::pack_bfloats(static_cast<emulator::Float>(low), static_cast<emulator::Float>(high));
+}
+__device__ inline void multiply_add_bfloats(Scalar (&d)[4], const Bfloats (&a)[4], Bfloats b0, Bfloats b1, EMULATOR_CALLER) {
+  emulator::multiply_bfloats({"multiply_add_bfloats", file, line}, d, a, b0, b1, true);
+}
+__device__ inline void multiply_bfloats(Scalar (&d)[4], const Bfloats (&a)[4], Bfloats b0, Bfloats b1, EMULATOR_CALLER) {
+  emulator::multiply_bfloats({"multiply_bfloats", file, line}, d, a, b0, b1, false);
+}
 template <int BYTES>
 __device__ void copy_async(void* shared, const void* global, EMULATOR_CALLER) {
   static_assert(BYTES == 4 || BYTES == 8 || BYTES == 16, "cp.async knows no other sizes");
   emulator::copy_async({"copy_async", file, line}, shared, global, BYTES);
 }
+__device__ inline void prefetch_line(const void*) {}
 __device__ inline void commit_copies() { emulator::commit_copies(); }
 template <int PENDING>
 __device__ void wait_copies(EMULATOR_CALLER) {
@@ -160,3 +197,11 @@ __device__ inline void group_barrier(int name, int threads, EMULATOR_CALLER) {
 }
 
 #endif
+
+__device__ inline Scalar float_of_bits(unsigned bits) {
+  Scalar value;
+  memcpy(&value, &bits, sizeof value);
+  return value;
+}
+__device__ inline Scalar low_bfloat(Bfloats pair) { return float_of_bits(pair << 16); }
+__device__ inline Scalar high_bfloat(Bfloats pair) { return float_of_bits(pair & 0xffff0000u); }

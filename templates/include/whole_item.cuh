@@ -8,18 +8,36 @@ struct Staged {
   bool near;  // as far as the sampled elements say; the first variate is
 };
 
+// Packs that a lane has on their way before it uses the first: of one turn through the classes where they are in shared
+// memory; of as many turns as 128 bytes hold where they come from DRAM, which answers late.
+constexpr int kTurnBytes = kClasses * kStageWidth * static_cast<int>(sizeof(Element));
+constexpr int kAllTurns = ((kVariateMajor ? kK / kStageWidth : kK) + 7) / 8;
+constexpr int kTurns = kPrefetch || kTurnBytes >= 128 ? 1 : 128 / kTurnBytes < kAllTurns ? 128 / kTurnBytes : kAllTurns;
+
 template <bool CENTRED>
 struct Stager {
   const ItemView& item;
   int centre;
   bool aligned;  // a contiguous view may start at any element
 
-  __device__ Pack<Element, kStageWidth> load(const Element* from) const {
-    if (kPrefetch || aligned) return load_pack<kStageWidth>(from);
-    Pack<Element, kStageWidth> pack;
+  // COUNT packs, the i-th from `place(i)` on if it exists. All are on their way before the first is used: no load passes
+  // the stores of the one before it.
+  template <int COUNT, class Exists, class Place>
+  __device__ void load(Pack<Element, kStageWidth> (&pack)[COUNT], Exists&& exists, Place&& place) const {
+    if (kPrefetch || aligned) {
 #pragma unroll
-    for (int i = 0; i < kStageWidth; ++i) pack.lane[i] = from[i];
-    return pack;
+      for (int i = 0; i < COUNT; ++i) {
+        if (exists(i)) pack[i] = load_pack<kStageWidth>(item.x + place(i));
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < COUNT; ++i) {
+#pragma unroll
+        for (int e = 0; e < kStageWidth; ++e) {
+          if (exists(i)) pack[i].lane[e] = item.x[place(i) + e];
+        }
+      }
+    }
   }
   // Whether an element of class i is one of those that tell normalised input apart: the first of every fourth pack of a
   // variate, or every eighth step.
@@ -52,53 +70,54 @@ __device__ inline void stage(
   const bool aligned = reinterpret_cast<unsigned long long>(item.x) % (kWidth * sizeof(Element)) == 0;
   const Stager<CENTRED> stager{item, centre, aligned};
   const auto factor_of = [&](int h) { return units == nullptr || h >= kH ? factor : factor * units[h]; };
+  constexpr int kHeld = kTurns * kClasses;
   if constexpr (kVariateMajor) {
-    // kStageLanes neighbours share a variate and take turns along its packs.
+    // kStageLanes lanes share a variate and take turns along its packs.
     constexpr int kPacks = kK / kWidth;
-    const int part = thread % kStageLanes;
+    const int part = staged_part(thread);
 #pragma unroll 1
     for (int first = 0; first < kH; first += kItemThreads / kStageLanes) {
-      const int h = first + thread / kStageLanes, order = order_of(h);
+      const int h = first + staged_row(thread), order = order_of(h);
       const Scalar own_factor = factor_of(h);
       ClassSums sum, with_centre;
       Nearness nearness;
       Scalar norm = 0;
       if (h < kH) {
 #pragma unroll 1
-        for (int turn = 0; turn < kPacks; turn += 8) {
-          // All are on their way before the first is used: no load passes the stores of the one before it.
-          Pack<Element, kWidth> pack[kClasses];
+        for (int turn = 0; turn < kPacks; turn += 8 * kTurns) {
+          const auto index_of = [&](int i) { return turn + i * kStageLanes + part; };
+          const auto exists = [&](int i) { return kPacks % (8 * kTurns) == 0 || index_of(i) < kPacks; };
+          Pack<Element, kWidth> pack[kHeld];
+          stager.load(pack, exists, [&](int i) { return h * kInputH + (index_of(i) ^ order) * kWidth; });
 #pragma unroll
-          for (int i = 0; i < kClasses; ++i) {
-            const int index = turn + i * kStageLanes + part;
-            if (kPacks % 8 == 0 || index < kPacks) pack[i] = stager.load(item.x + h * kInputH + (index ^ order) * kWidth);
-          }
-#pragma unroll
-          for (int i = 0; i < kClasses; ++i) {
-            const int index = turn + i * kStageLanes + part, k = (index ^ order) * kWidth;
-            if (kPacks % 8 != 0 && index >= kPacks) continue;
+          for (int i = 0; i < kHeld; ++i) {
+            const int k = (index_of(i) ^ order) * kWidth;
+            if (!exists(i)) continue;
             if (!CENTRED && stager.samples(i, part)) nearness.add(to_scalar(pack[i].lane[0]), item.at(centre, k));
             Scalar v[kWidth];
 #pragma unroll
             for (int e = 0; e < kWidth; ++e) {
-              v[e] = stager.stage(pack[i].lane[e], own_factor, h, k + e, sum.of_class[i], norm, with_centre.of_class[i]);
+              v[e] = stager.stage(
+                  pack[i].lane[e], own_factor, h, k + e, sum.of_class[i % kClasses], norm, with_centre.of_class[i % kClasses]);
             }
             store_parts(planes + plane_at(h, k), v);
           }
         }
       }
-      for (int flip = kStageLanes / 2; flip > 0; flip /= 2) {
+#pragma unroll
+      for (int flip = 16; flip > 0; flip /= 2) {
+        if ((kPartFlips & flip) == 0) continue;
         norm += __shfl_xor_sync(0xffffffffu, norm, flip);
         if constexpr (!CENTRED) nearness.share(flip);
       }
       const Staged staged{
-          sum.total(1, kStageLanes / 2), norm, CENTRED ? with_centre.total(1, kStageLanes / 2) : Scalar(0), nearness.near()};
+          sum.total(kPartFlips), norm, CENTRED ? with_centre.total(kPartFlips) : Scalar(0), nearness.near()};
       if (part == 0 && h < kH) keep(h, staged);
     }
   } else {
     // Neighbouring lanes take neighbouring packs of variates; kStageLanes of a warp share a pack and take turns along its
     // steps.
-    constexpr int kAcross = 32 / kStageLanes;
+    constexpr int kAcross = 32 / kStageLanes, kFlips = 32 - kAcross;
     const int part = thread % 32 / kAcross;
 #pragma unroll 1
     for (int first = 0; first < kH; first += kItemThreads / kStageLanes * kWidth) {
@@ -110,22 +129,26 @@ __device__ inline void stage(
       for (int e = 0; e < kWidth; ++e) own_factor[e] = factor_of(h + e);
       if (h < kH) {
 #pragma unroll 1
-        for (int turn = 0; turn < kK; turn += 8) {
-          Pack<Element, kWidth> pack[kClasses];
+        for (int turn = 0; turn < kK; turn += 8 * kTurns) {
+          const auto step_of = [&](int i) {
+            return turn + i / kClasses * 8 + ((i % kClasses * kStageLanes + part) ^ order);
+          };
+          const auto exists = [&](int i) { return kK % (8 * kTurns) == 0 || step_of(i) < kK; };
+          Pack<Element, kWidth> pack[kHeld];
+          stager.load(pack, exists, [&](int i) { return step_of(i) * kInputK + h; });
 #pragma unroll
-          for (int i = 0; i < kClasses; ++i) {
-            const int k = turn + ((i * kStageLanes + part) ^ order);
-            if (kK % 8 == 0 || k < kK) pack[i] = stager.load(item.x + k * kInputK + h);
-          }
-#pragma unroll
-          for (int i = 0; i < kClasses; ++i) {
-            const int k = turn + ((i * kStageLanes + part) ^ order);
-            if (kK % 8 != 0 && k >= kK) continue;
+          for (int i = 0; i < kHeld; ++i) {
+            const int k = step_of(i);
+            if (!exists(i)) continue;
             Scalar v[kWidth];
 #pragma unroll
             for (int e = 0; e < kWidth; ++e) {
-              if (!CENTRED && stager.samples(i, part)) nearness[e].add(to_scalar(pack[i].lane[e]), item.at(centre, k));
-              v[e] = stager.stage(pack[i].lane[e], own_factor[e], h + e, k, sum[e].of_class[i], norm[e], with_centre[e].of_class[i]);
+              if (!CENTRED && stager.samples(i % kClasses, part)) {
+                nearness[e].add(to_scalar(pack[i].lane[e]), item.at(centre, k));
+              }
+              v[e] = stager.stage(
+                  pack[i].lane[e], own_factor[e], h + e, k, sum[e].of_class[i % kClasses], norm[e],
+                  with_centre[e].of_class[i % kClasses]);
             }
             store_parts(planes + plane_at(h, k), v);
           }
@@ -133,12 +156,13 @@ __device__ inline void stage(
       }
 #pragma unroll
       for (int e = 0; e < kWidth; ++e) {
+#pragma unroll
         for (int flip = 16; flip >= kAcross; flip /= 2) {
           norm[e] += __shfl_xor_sync(0xffffffffu, norm[e], flip);
           if constexpr (!CENTRED) nearness[e].share(flip);
         }
         const Staged staged{
-            sum[e].total(kAcross, 16), norm[e], CENTRED ? with_centre[e].total(kAcross, 16) : Scalar(0), nearness[e].near()};
+            sum[e].total(kFlips), norm[e], CENTRED ? with_centre[e].total(kFlips) : Scalar(0), nearness[e].near()};
         if (part == 0 && h < kH) keep(h + e, staged);
       }
     }

@@ -173,10 +173,10 @@ __device__ inline void stage_chunk(
     return v;
   };
   if constexpr (kVariateMajor) {
-    const int part = thread % kStageLanes;
+    const int part = staged_part(thread);
 #pragma unroll 1
     for (int first = 0; first < VARIATES; first += kThreads / kStageLanes) {
-      const int place = first + thread / kStageLanes, h = h0 + place;
+      const int place = first + staged_row(thread), h = h0 + place;
       const bool inside = place < VARIATES, seen = inside && item.takes_part(h);
       Sums sums;
       if (inside) {
@@ -201,7 +201,9 @@ __device__ inline void stage_chunk(
         }
       }
       if constexpr (!SUMS) continue;
-      for (int flip = kStageLanes / 2; flip > 0; flip /= 2) {
+#pragma unroll
+      for (int flip = 16; flip > 0; flip /= 2) {
+        if ((kPartFlips & flip) == 0) continue;
         sums.norm += __shfl_xor_sync(0xffffffffu, sums.norm, flip);
         if constexpr (CENTRED) sums.nearness.share(flip);
       }
@@ -210,12 +212,12 @@ __device__ inline void stage_chunk(
         continue;
       }
       const Learnt staged{
-          sums.sum.total(1, kStageLanes / 2), sums.norm, CENTRED ? sums.with_centre.total(1, kStageLanes / 2) : Scalar(0),
+          sums.sum.total(kPartFlips), sums.norm, CENTRED ? sums.with_centre.total(kPartFlips) : Scalar(0),
           !CENTRED || !seen || sums.nearness.near()};
       if (part == 0 && inside) keep(place, h, staged);
     }
   } else {
-    constexpr int kLanesAcross = 32 / kStageLanes;
+    constexpr int kLanesAcross = 32 / kStageLanes, kFlips = 32 - kLanesAcross;
     const int part = thread % 32 / kLanesAcross;
 #pragma unroll 1
     for (int first = 0; first < VARIATES; first += kThreads / kStageLanes * kWidth) {
@@ -258,7 +260,7 @@ __device__ inline void stage_chunk(
           continue;
         }
         const Learnt staged{
-            sums[e].sum.total(kLanesAcross, 16), norm, CENTRED ? sums[e].with_centre.total(kLanesAcross, 16) : Scalar(0),
+            sums[e].sum.total(kFlips), norm, CENTRED ? sums[e].with_centre.total(kFlips) : Scalar(0),
             !CENTRED || !item.takes_part(h + e) || sums[e].nearness.near()};
         if (part == 0 && inside) keep(place + e, h + e, staged);
       }

@@ -157,7 +157,18 @@ class OnePassMma(Algorithm[MmaPlan]):
         return padded(self.layout(spec, plan).bytes)
 
     def _rows_kept(self, spec: PoolSpec) -> bool:
-        return padded(spec.K) <= _KEPT_STEPS
+        return padded(spec.K) <= _KEPT_STEPS and not self._few(spec)
+
+    @staticmethod
+    def _own_operand(spec: PoolSpec, plan: MmaPlan) -> bool:
+        """Whether a strip's rows serve as its columns (templates/include/own_scores.cuh)."""
+        steps = padded(spec.K) // 16
+        return steps <= 8 and plan.row_blocks * steps <= 12
+
+    @staticmethod
+    def _few(spec: PoolSpec) -> bool:
+        """Whether both parts of an item's variates fit one operand (templates/include/own_scores.cuh)."""
+        return spec.H <= 8 and parts_of(spec) == 2
 
     def _least_registers(self, spec: PoolSpec, plan: MmaPlan) -> int:
         parts, blocks, steps = parts_of(spec), plan.row_blocks, padded(spec.K)
@@ -174,28 +185,33 @@ class OnePassMma(Algorithm[MmaPlan]):
         """Work of one launch over plain items: bytes exact, the rest counted from the machine code of a few plans."""
         strips, parts, steps = self.strips(spec, plan), parts_of(spec), padded(spec.K) // 16
         rows, products = 16 * plan.row_blocks, 2 * parts - 1
+        few, own_operand = self._few(spec), self._own_operand(spec, plan)
         # Scores of a strip with its own columns, and with those of other strips, which both have use for.
-        own, other = rows * rows, rows * rows * ((strips - 1) // 2) + (rows * rows // 2 if strips % 2 == 0 else 0)
+        columns = padded(spec.H, 8) if strips == 1 and (few or own_operand) else rows
+        own, other = rows * columns, rows * rows * ((strips - 1) // 2) + (rows * rows // 2 if strips % 2 == 0 else 0)
         loads = 1 if self._rows_kept(spec) else 1 + plan.row_blocks
+        block = parts * steps * 4  # passes that read 16 variates as an operand
+        multiplied = (own if few else products * own) + products * other
         work = staging_work(spec, parts, plan.prefetch)
+        read_own = steps * 4 if few else plan.row_blocks * block if own_operand else own / (16 * rows) * block * loads
         formed = Work(
-            tensor=products * 16 * steps * (own + other) / MMA_SHARE,
-            issue=(own + other) * products * steps / 256,
-            wavefronts=(own + other) / (16 * rows) * parts * steps * 4 * loads,
+            tensor=multiplied * 16 * steps / MMA_SHARE,
+            issue=multiplied * steps / 100,
+            wavefronts=read_own + other / (16 * rows) * block * loads,
         )
         if plan.direction == "forward":
             scores = Work(fma=2 * own + 4 * other, mufu=own + other, issue=(4.2 * own + 8 * other) / WARP)
-            ends = Work(issue=230, wavefronts=60)
+            ends = Work(issue=500, wavefronts=60)
         else:
             pulled = 8 + 3 * parts
             scores = Work(
                 fma=(pulled + 1) * (own + other),
                 mufu=own + other,
                 tensor=products * 16 * steps * (own + 2 * other) / MMA_SHARE,
-                issue=(own * pulled + other * (pulled + 4.5)) / WARP + (own + 2 * other) * products * steps / 256,
+                issue=(own * pulled + other * (pulled + 4.5)) / WARP + (own + 2 * other) * products * steps / 45,
                 wavefronts=(own + 3 * other) / 256 * parts * steps * 4,
             )
-            ends = Work(issue=300 + 1.6 * 8 * steps * plan.row_blocks, wavefronts=160)
+            ends = Work(issue=800 + 1.6 * 8 * steps * plan.row_blocks, wavefronts=160)
         work += (formed + scores + ends) * strips
         return work.cost(self, spec, plan, gpu, batch, exposed=not plan.prefetch)
 

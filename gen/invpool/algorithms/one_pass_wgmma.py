@@ -16,7 +16,7 @@ from invpool.layout import SharedLayout
 from invpool.spec import PoolSpec
 
 _GROUPS: Final = (1, 2, 3, 4)
-_REGISTERS: Final = (168, 128, 96)
+_REGISTERS: Final = (168, 128, 96, 80)
 _MOST_REGISTERS: Final = 255
 _STRIP: Final = 64
 _GROUP: Final = 128
@@ -92,11 +92,18 @@ class OnePassWgmma(Algorithm[WgmmaPlan]):
         """Whether a warpgroup has two strips, whose one pair of each other is formed once."""
         return self.strips(spec) == 2 and plan.groups == 1
 
+    def _rounded(self, spec: PoolSpec, plan: WgmmaPlan) -> bool:
+        """Whether forward rounds weights to bf16 and pools them by products (templates/include/rounded_weights.cuh)."""
+        rough = spec.dtype == "bfloat16" or (spec.dtype == "float32" and spec.precision == "tf32")
+        return plan.direction == "forward" and rough and self._two(spec, plan)
+
     def layout(self, spec: PoolSpec, plan: WgmmaPlan) -> SharedLayout:
         rows, steps, parts = _STRIP * self.strips(spec), padded(spec.K), parts_of(spec)
         warps, two = 4 * plan.groups, self._two(spec, plan)
         regions = [("Planes", parts * rows * steps // 2, 0)]
-        if plan.direction == "forward":
+        if self._rounded(spec, plan):
+            regions += [("Factors", 2 * (rows + 16), 0), ("Sums", 2 * rows, 0), ("Partials", 8 * (rows + _STRIP), 0)]
+        elif plan.direction == "forward":
             # Partial sums of columns: of the one pair of two strips by rows of lanes, else by warps.
             partials = 32 * (_STRIP + 8) if two else rows * warps
             regions += [("Weights", 2 * rows, 0), ("Sums", 4 * (rows + 8), 0), ("Partials", 2 * partials, 0)]
@@ -173,6 +180,7 @@ class OnePassWgmma(Algorithm[WgmmaPlan]):
             "parts": parts_of(spec),
             "strips": self.strips(spec),
             "two": self._two(spec, plan),
+            "rounded_weights": self._rounded(spec, plan),
             "prefetch": plan.prefetch,
             "stage_lanes": staging_lanes(spec, threads, plan.prefetch),
         }

@@ -13,8 +13,10 @@ from invpool.cost import Cost
 from invpool.gpu import WARP, Gpu
 from invpool.spec import PoolSpec
 
-# Lanes that stage a variate together, at most: sums over the steps are formed in eight classes.
+# Lanes that stage a variate together, at most: sums over the steps are formed in eight classes. From DRAM, so many read
+# whole sectors, and more would meet on the same banks when they write.
 STAGE_LANES: Final = 8
+_LANES_OF_DRAM: Final = 4
 
 
 def padded(count: int, unit: int = 16) -> int:
@@ -42,16 +44,16 @@ def reject_spec(algorithm: Algorithm[Any], spec: PoolSpec, gpu: Gpu) -> str | No
 
 
 # Measured on an H200 (docs/architecture.md): the share of the tensor cores' rate that mma.sync reaches; and how much of
-# their units' work these kernels hide behind the busiest one. A block alone hides none, each more as much again; fewer
-# warps than these hide less, and leave each other's latencies open.
+# their units' work the blocks of an SM hide behind the busiest one, each as much. Fewer warps than these leave each
+# other's latencies open.
 MMA_SHARE: Final = 0.66
 _OVERLAP_A_BLOCK: Final = 0.35
 _MOST_OVERLAP: Final = 0.7
 _ENOUGH_WARPS: Final = 12
 _MOST_WARPS: Final = 16
 _LATENCY_POWER: Final = 0.25
-# An item that is read with nothing else to do comes in slower than DRAM could bring it.
-_EXPOSURE: Final = 1.5
+# An item that is read with nothing else to do comes from L2, which asked DRAM for it an item before.
+_EXPOSURE: Final = 0.5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +80,7 @@ class Work:
         state = 3 * spec.scalar_bytes - (spec.element_bytes if backward else 0)
         resident = max(1, gpu.blocks_per_sm(launch.threads, launch.shared_bytes, registers))
         warps = min(_MOST_WARPS, resident * launch.threads // WARP)
-        overlap = min(_MOST_OVERLAP, _OVERLAP_A_BLOCK * (resident - 1)) * min(1, warps / _ENOUGH_WARPS)
+        overlap = min(_MOST_OVERLAP, _OVERLAP_A_BLOCK * resident)
         done = self * (batch * (_ENOUGH_WARPS / warps) ** _LATENCY_POWER)
         return Cost(
             fma=round(done.fma),
@@ -124,6 +126,7 @@ def staging_lanes(spec: PoolSpec, threads: int, copied: bool) -> int:
     bundles = spec.H if spec.layout == "bhk" else -(-spec.H // width)
     turns = -(-spec.K // width) if spec.layout == "bhk" else spec.K
     lanes, coalesced = 1, spec.layout == "bhk" and not copied
-    while lanes < STAGE_LANES and 2 * lanes <= turns and (coalesced or 2 * lanes * bundles <= threads):
+    most = _LANES_OF_DRAM if coalesced else STAGE_LANES
+    while lanes < most and 2 * lanes <= turns and (coalesced or 2 * lanes * bundles <= threads):
         lanes *= 2
     return lanes

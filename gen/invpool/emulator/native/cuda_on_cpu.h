@@ -174,6 +174,7 @@ typedef std::uint32_t Piece4 __attribute__((may_alias));
 
 unsigned pack_halves(Float low, Float high);
 Float unpack_half(unsigned bits);  // of the low 16 bits
+unsigned pack_bfloats(Float low, Float high);
 Float fast_exp2(Float x);
 
 // Faults unless `row` can be given to ldmatrix: 16 aligned bytes of shared memory.
@@ -183,6 +184,8 @@ void exchange_rows(const Place& place, unsigned* m, const void* row, bool transp
 unsigned transpose_matrix(const Place& place, unsigned m);
 // d[4] = a[4] * b[2] (+ d), over a warp: mma.m16n8k16. d holds floats, counted or not.
 void multiply_matrices(const Place& place, void* d, const unsigned* a, unsigned b0, unsigned b1, bool add);
+// The same of bf16 numbers.
+void multiply_bfloats(const Place& place, void* d, const unsigned* a, unsigned b0, unsigned b1, bool add);
 
 inline void load_matrices(const Place& place, unsigned* m, const void* row, bool transposed) {
   check_row(place, row);

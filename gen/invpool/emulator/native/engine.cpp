@@ -432,7 +432,19 @@ void from_halves(const std::uint16_t* halves, void* doubles) {
   std::memcpy(doubles, values, sizeof values);
 }
 
+// The same of bf16 numbers, which are the upper halves of floats.
+void from_bfloats(const std::uint16_t* bfloats, void* doubles) {
+  double values[8];
+  for (unsigned i = 0; i < 8; ++i) values[i] = float_of(std::uint32_t(bfloats[i]) << 16);
+  std::memcpy(doubles, values, sizeof values);
+}
+
 // To the nearest, ties to even; NaN loses its payload, as in PTX.
+unsigned to_bfloat(float value) {
+  const std::uint32_t bits = bits_of(value);
+  if ((bits & 0x7fffffffu) > 0x7f800000u) return 0x7fffu;
+  return (bits + 0x7fffu + (bits >> 16 & 1)) >> 16;
+}
 unsigned to_half(float value) {
   std::uint32_t bits = bits_of(value);
   const std::uint32_t sign = bits >> 16 & 0x8000u;
@@ -484,6 +496,7 @@ float cut(double sum) {
 
 // mma.m16n8k16: products and sums in double, where both are all but exact, and then cut off. The hardware aligns the
 // products to the largest and cuts off what is some bits below: near enough.
+template <void CONVERT(const std::uint16_t*, void*)>
 void multiply(Matrices& warp) {
   alignas(16) std::uint16_t a[16][16], b[16][8];
   alignas(64) double sums[16][8];
@@ -503,10 +516,10 @@ void multiply(Matrices& warp) {
   }
   alignas(64) double left[16][16];
   Double2 right[16][4];
-  for (unsigned k = 0; k < 16; ++k) from_halves(b[k], right[k]);
+  for (unsigned k = 0; k < 16; ++k) CONVERT(b[k], right[k]);
   for (unsigned row = 0; row < 16; ++row) {
-    from_halves(a[row], left[row]);
-    from_halves(a[row] + 8, left[row] + 8);
+    CONVERT(a[row], left[row]);
+    CONVERT(a[row] + 8, left[row] + 8);
   }
   for (unsigned row = 0; row < 16; ++row) {
     Double2 sum[4];
@@ -1211,6 +1224,7 @@ void check_shared(const Place& place, const void* address, unsigned bytes) {
 }  // namespace
 
 unsigned pack_halves(float low, float high) { return to_half(low) | to_half(high) << 16; }
+unsigned pack_bfloats(float low, float high) { return to_bfloat(low) | to_bfloat(high) << 16; }
 float unpack_half(unsigned bits) { return from_half(static_cast<std::uint16_t>(bits)); }
 
 float fast_exp2(float x) {
@@ -1241,7 +1255,9 @@ unsigned transpose_matrix(const Place& place, unsigned m) {
   return warp.taken[lane].words[0];
 }
 
-void multiply_matrices(const Place& place, void* d, const unsigned* a, unsigned b0, unsigned b1, bool add) {
+namespace {
+
+void give_product(const Place& place, void* d, const unsigned* a, unsigned b0, unsigned b1, bool add, Combine combine) {
   Matrices& warp = own_matrices();
   const unsigned lane = current % kWarp;
   if (lane == 0 && count) count(kMma);
@@ -1254,8 +1270,18 @@ void multiply_matrices(const Place& place, void* d, const unsigned* a, unsigned 
   } else {
     std::memset(given.sums, 0, 16);
   }
-  exchange_matrices(place, multiply);
+  exchange_matrices(place, combine);
   std::memcpy(d, warp.taken[lane].words, 16);
+}
+
+}  // namespace
+
+void multiply_matrices(const Place& place, void* d, const unsigned* a, unsigned b0, unsigned b1, bool add) {
+  give_product(place, d, a, b0, b1, add, multiply<from_halves>);
+}
+
+void multiply_bfloats(const Place& place, void* d, const unsigned* a, unsigned b0, unsigned b1, bool add) {
+  give_product(place, d, a, b0, b1, add, multiply<from_bfloats>);
 }
 
 void check_copy(const Place& place, const void* shared, const void* global, unsigned bytes) {
