@@ -11,8 +11,8 @@ from typing import Final
 
 from invpool.gpu import WARP, Gpu
 
-# What a launch takes beside its work, L2 cold, in seconds: an H200 takes 2.1 to 2.9 us for an empty kernel, the rest are
-# the first bytes from DRAM and the last results back.
+# What a launch takes beside its work, L2 cold, in seconds: an H200 takes 2.1 to 2.9 us for an empty kernel; the rest
+# goes by before the first bytes are there from DRAM.
 _LAUNCH: Final = 5.5e-6
 # Of an SM, each of which issues one warp instruction a clock.
 SCHEDULERS: Final = 4

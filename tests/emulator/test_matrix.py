@@ -34,9 +34,9 @@ COMBINATIONS = [
 ]
 STRIDE = 8
 FEWEST_ROWS = 512  # as in invpool.check
-# Of items of one to three variates a few that are nearly tied make up the norm of dx: over four times as many rows
+# Of items of one to three variates a few that are nearly tied make up the norm of dx: over sixteen times as many rows
 # one_pass_mma is at 1.4 times the composite's error, over 512 anywhere from 0.7 to 2.3.
-FEWEST_ROWS_OF_TINY_ITEMS = 2048
+FEWEST_ROWS_OF_TINY_ITEMS = 8192
 
 
 def _cases() -> list:

@@ -134,6 +134,9 @@ static_assert(sizeof(Scalar) == 4, "tensor cores sum in float32");
 // Two fp16 numbers, the first in the low half.
 using Halves = unsigned;
 
+// Two bf16 numbers, likewise: the upper halves of two floats.
+using Bfloats = unsigned;
+
 // A warp holds an 8x8 matrix of fp16 as one Halves a lane: row lane / 4, columns 2 * (lane % 4) and the next.
 // A of 16x16 is four of them, a[0] upper left, a[1] lower left, a[2] upper right, a[3] lower right; B of 16x8 is
 // b0 over b1, both transposed; D of 16x8 is d[0..1] in row lane / 4 and d[2..3] eight rows below.
@@ -215,6 +218,25 @@ __device__ inline void multiply(Scalar (&d)[4], const Halves (&a)[4], Halves b0,
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(0.f));
 }
 
+// The same of bf16 numbers.
+__device__ inline Bfloats pack_bfloats(Scalar low, Scalar high) {
+  Bfloats pair;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+__device__ inline void multiply_add_bfloats(Scalar (&d)[4], const Bfloats (&a)[4], Bfloats b0, Bfloats b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+__device__ inline void multiply_bfloats(Scalar (&d)[4], const Bfloats (&a)[4], Bfloats b0, Bfloats b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%10, %10, %10, %10};"
+      : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(0.f));
+}
+
 // Begins a copy that bypasses registers. It is there after wait_copies, for the thread that asked for it; for others
 // after a barrier behind that. Only copies of 16 bytes can bypass L1.
 template <int BYTES>
@@ -231,6 +253,11 @@ __device__ void copy_async(void* shared, const void* global) {
                  : "r"(shared_address(shared)), "l"(__cvta_generic_to_global(global)), "n"(BYTES)
                  : "memory");
   }
+}
+
+// Has the line of DRAM that holds this brought to L2; nobody waits for it.
+__device__ inline void prefetch_line(const void* global) {
+  asm volatile("prefetch.global.L2 [%0];" : : "l"(__cvta_generic_to_global(global)));
 }
 
 // Makes a group of the copies begun since the last one.
@@ -271,11 +298,21 @@ __device__ inline void multiply_add(Scalar (&d)[4], const Halves (&a)[4], Halves
 __device__ inline void multiply(Scalar (&d)[4], const Halves (&a)[4], Halves b0, Halves b1, EMULATOR_CALLER) {
   emulator::multiply_matrices({"multiply", file, line}, d, a, b0, b1, false);
 }
+__device__ inline Bfloats pack_bfloats(Scalar low, Scalar high) {
+  return emulator::pack_bfloats(static_cast<emulator::Float>(low), static_cast<emulator::Float>(high));
+}
+__device__ inline void multiply_add_bfloats(Scalar (&d)[4], const Bfloats (&a)[4], Bfloats b0, Bfloats b1, EMULATOR_CALLER) {
+  emulator::multiply_bfloats({"multiply_add_bfloats", file, line}, d, a, b0, b1, true);
+}
+__device__ inline void multiply_bfloats(Scalar (&d)[4], const Bfloats (&a)[4], Bfloats b0, Bfloats b1, EMULATOR_CALLER) {
+  emulator::multiply_bfloats({"multiply_bfloats", file, line}, d, a, b0, b1, false);
+}
 template <int BYTES>
 __device__ void copy_async(void* shared, const void* global, EMULATOR_CALLER) {
   static_assert(BYTES == 4 || BYTES == 8 || BYTES == 16, "cp.async knows no other sizes");
   emulator::copy_async({"copy_async", file, line}, shared, global, BYTES);
 }
+__device__ inline void prefetch_line(const void*) {}
 __device__ inline void commit_copies() { emulator::commit_copies(); }
 template <int PENDING>
 __device__ void wait_copies(EMULATOR_CALLER) {
@@ -286,6 +323,14 @@ __device__ inline void group_barrier(int name, int threads, EMULATOR_CALLER) {
 }
 
 #endif
+
+__device__ inline Scalar float_of_bits(unsigned bits) {
+  Scalar value;
+  memcpy(&value, &bits, sizeof value);
+  return value;
+}
+__device__ inline Scalar low_bfloat(Bfloats pair) { return float_of_bits(pair << 16); }
+__device__ inline Scalar high_bfloat(Bfloats pair) { return float_of_bits(pair & 0xffff0000u); }
 // ---- sums.cuh: sums that keep what float32 would drop ----
 
 // Kahan's sum: a plain float32 sum of a long trajectory (100 +- 0.05) loses the variation.
@@ -486,13 +531,24 @@ constexpr int kStageWidth = kVariateMajor ? pack_width<Element>(kK, kK) : pack_w
 constexpr int kClasses = 8 / kStageLanes;  // of a lane
 static_assert(8 % kStageLanes == 0, "lanes share the classes evenly");
 
+// How threads stage a plane whose rows are variates: kStageLanes of a warp a variate, two of them neighbours, the others as
+// far apart as they can be. Of 16 lanes, eight variates write both halves of a row of a piece each: all banks once.
+constexpr int kStagedRows = 32 / kStageLanes;  // variates of a warp
+__device__ inline int staged_row(int thread) {
+  return kStageLanes == 1 ? thread : thread / 32 * kStagedRows + thread / 2 % kStagedRows;
+}
+__device__ inline int staged_part(int thread) {
+  return kStageLanes == 1 ? 0 : thread % 2 + thread % 32 / (2 * kStagedRows) * 2;
+}
+constexpr int kPartFlips = kStageLanes == 1 ? 0 : 32 - 2 * kStagedRows + 1;  // the lane bits that tell parts apart
+
 // Variates (or pieces of a plane) begin on the same bank: each goes through its classes in an order of its own, which
 // changes no sum: classes that are added to each other stay so.
 __device__ inline int order_of(int h) {
   if constexpr (kVariateMajor) {
     constexpr int kPacks = kK / kStageWidth;
     constexpr int kOrders = kPacks % 8 == 0 ? 8 : kPacks % 4 == 0 ? 4 : kPacks % 2 == 0 ? 2 : 1;
-    return (h ^ (h / 8 & 1)) & (kOrders - 1);
+    return (kStageLanes == 1 ? h ^ (h / 8 & 1) : 2 * h) & (kOrders - 1);
   }
   return kK < 8 ? 0 : h / 8 % 4 * 2;
 }
@@ -500,15 +556,16 @@ __device__ inline int order_of(int h) {
 struct ClassSums {
   Scalar of_class[kClasses] = {};
 
-  // The sum over the lanes that flipping the bits from `farthest` down to `nearest` tells apart.
-  __device__ Scalar total(int nearest, int farthest) {
+  // The sum over the classes and the lanes that `flips`, a mask of lane bits, tells apart, the highest first.
+  __device__ Scalar total(int flips) {
 #pragma unroll
     for (int half = kClasses / 2; half > 0; half /= 2) {
 #pragma unroll
       for (int i = 0; i < half; ++i) of_class[i] += of_class[i + half];
     }
-    for (int flip = farthest; flip >= nearest; flip /= 2) {
-      of_class[0] += __shfl_xor_sync(0xffffffffu, of_class[0], flip);
+#pragma unroll
+    for (int flip = 16; flip > 0; flip /= 2) {
+      if ((flips & flip) != 0) of_class[0] += __shfl_xor_sync(0xffffffffu, of_class[0], flip);
     }
     return of_class[0];
   }
@@ -544,18 +601,36 @@ struct Staged {
   bool near;  // as far as the sampled elements say; the first variate is
 };
 
+// Packs that a lane has on their way before it uses the first: of one turn through the classes where they are in shared
+// memory; of as many turns as 128 bytes hold where they come from DRAM, which answers late.
+constexpr int kTurnBytes = kClasses * kStageWidth * static_cast<int>(sizeof(Element));
+constexpr int kAllTurns = ((kVariateMajor ? kK / kStageWidth : kK) + 7) / 8;
+constexpr int kTurns = kPrefetch || kTurnBytes >= 128 ? 1 : 128 / kTurnBytes < kAllTurns ? 128 / kTurnBytes : kAllTurns;
+
 template <bool CENTRED>
 struct Stager {
   const ItemView& item;
   int centre;
   bool aligned;  // a contiguous view may start at any element
 
-  __device__ Pack<Element, kStageWidth> load(const Element* from) const {
-    if (kPrefetch || aligned) return load_pack<kStageWidth>(from);
-    Pack<Element, kStageWidth> pack;
+  // COUNT packs, the i-th from `place(i)` on if it exists. All are on their way before the first is used: no load passes
+  // the stores of the one before it.
+  template <int COUNT, class Exists, class Place>
+  __device__ void load(Pack<Element, kStageWidth> (&pack)[COUNT], Exists&& exists, Place&& place) const {
+    if (kPrefetch || aligned) {
 #pragma unroll
-    for (int i = 0; i < kStageWidth; ++i) pack.lane[i] = from[i];
-    return pack;
+      for (int i = 0; i < COUNT; ++i) {
+        if (exists(i)) pack[i] = load_pack<kStageWidth>(item.x + place(i));
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < COUNT; ++i) {
+#pragma unroll
+        for (int e = 0; e < kStageWidth; ++e) {
+          if (exists(i)) pack[i].lane[e] = item.x[place(i) + e];
+        }
+      }
+    }
   }
   // Whether an element of class i is one of those that tell normalised input apart: the first of every fourth pack of a
   // variate, or every eighth step.
@@ -588,53 +663,54 @@ __device__ inline void stage(
   const bool aligned = reinterpret_cast<unsigned long long>(item.x) % (kWidth * sizeof(Element)) == 0;
   const Stager<CENTRED> stager{item, centre, aligned};
   const auto factor_of = [&](int h) { return units == nullptr || h >= kH ? factor : factor * units[h]; };
+  constexpr int kHeld = kTurns * kClasses;
   if constexpr (kVariateMajor) {
-    // kStageLanes neighbours share a variate and take turns along its packs.
+    // kStageLanes lanes share a variate and take turns along its packs.
     constexpr int kPacks = kK / kWidth;
-    const int part = thread % kStageLanes;
+    const int part = staged_part(thread);
 #pragma unroll 1
     for (int first = 0; first < kH; first += kItemThreads / kStageLanes) {
-      const int h = first + thread / kStageLanes, order = order_of(h);
+      const int h = first + staged_row(thread), order = order_of(h);
       const Scalar own_factor = factor_of(h);
       ClassSums sum, with_centre;
       Nearness nearness;
       Scalar norm = 0;
       if (h < kH) {
 #pragma unroll 1
-        for (int turn = 0; turn < kPacks; turn += 8) {
-          // All are on their way before the first is used: no load passes the stores of the one before it.
-          Pack<Element, kWidth> pack[kClasses];
+        for (int turn = 0; turn < kPacks; turn += 8 * kTurns) {
+          const auto index_of = [&](int i) { return turn + i * kStageLanes + part; };
+          const auto exists = [&](int i) { return kPacks % (8 * kTurns) == 0 || index_of(i) < kPacks; };
+          Pack<Element, kWidth> pack[kHeld];
+          stager.load(pack, exists, [&](int i) { return h * kInputH + (index_of(i) ^ order) * kWidth; });
 #pragma unroll
-          for (int i = 0; i < kClasses; ++i) {
-            const int index = turn + i * kStageLanes + part;
-            if (kPacks % 8 == 0 || index < kPacks) pack[i] = stager.load(item.x + h * kInputH + (index ^ order) * kWidth);
-          }
-#pragma unroll
-          for (int i = 0; i < kClasses; ++i) {
-            const int index = turn + i * kStageLanes + part, k = (index ^ order) * kWidth;
-            if (kPacks % 8 != 0 && index >= kPacks) continue;
+          for (int i = 0; i < kHeld; ++i) {
+            const int k = (index_of(i) ^ order) * kWidth;
+            if (!exists(i)) continue;
             if (!CENTRED && stager.samples(i, part)) nearness.add(to_scalar(pack[i].lane[0]), item.at(centre, k));
             Scalar v[kWidth];
 #pragma unroll
             for (int e = 0; e < kWidth; ++e) {
-              v[e] = stager.stage(pack[i].lane[e], own_factor, h, k + e, sum.of_class[i], norm, with_centre.of_class[i]);
+              v[e] = stager.stage(
+                  pack[i].lane[e], own_factor, h, k + e, sum.of_class[i % kClasses], norm, with_centre.of_class[i % kClasses]);
             }
             store_parts(planes + plane_at(h, k), v);
           }
         }
       }
-      for (int flip = kStageLanes / 2; flip > 0; flip /= 2) {
+#pragma unroll
+      for (int flip = 16; flip > 0; flip /= 2) {
+        if ((kPartFlips & flip) == 0) continue;
         norm += __shfl_xor_sync(0xffffffffu, norm, flip);
         if constexpr (!CENTRED) nearness.share(flip);
       }
       const Staged staged{
-          sum.total(1, kStageLanes / 2), norm, CENTRED ? with_centre.total(1, kStageLanes / 2) : Scalar(0), nearness.near()};
+          sum.total(kPartFlips), norm, CENTRED ? with_centre.total(kPartFlips) : Scalar(0), nearness.near()};
       if (part == 0 && h < kH) keep(h, staged);
     }
   } else {
     // Neighbouring lanes take neighbouring packs of variates; kStageLanes of a warp share a pack and take turns along its
     // steps.
-    constexpr int kAcross = 32 / kStageLanes;
+    constexpr int kAcross = 32 / kStageLanes, kFlips = 32 - kAcross;
     const int part = thread % 32 / kAcross;
 #pragma unroll 1
     for (int first = 0; first < kH; first += kItemThreads / kStageLanes * kWidth) {
@@ -646,22 +722,26 @@ __device__ inline void stage(
       for (int e = 0; e < kWidth; ++e) own_factor[e] = factor_of(h + e);
       if (h < kH) {
 #pragma unroll 1
-        for (int turn = 0; turn < kK; turn += 8) {
-          Pack<Element, kWidth> pack[kClasses];
+        for (int turn = 0; turn < kK; turn += 8 * kTurns) {
+          const auto step_of = [&](int i) {
+            return turn + i / kClasses * 8 + ((i % kClasses * kStageLanes + part) ^ order);
+          };
+          const auto exists = [&](int i) { return kK % (8 * kTurns) == 0 || step_of(i) < kK; };
+          Pack<Element, kWidth> pack[kHeld];
+          stager.load(pack, exists, [&](int i) { return step_of(i) * kInputK + h; });
 #pragma unroll
-          for (int i = 0; i < kClasses; ++i) {
-            const int k = turn + ((i * kStageLanes + part) ^ order);
-            if (kK % 8 == 0 || k < kK) pack[i] = stager.load(item.x + k * kInputK + h);
-          }
-#pragma unroll
-          for (int i = 0; i < kClasses; ++i) {
-            const int k = turn + ((i * kStageLanes + part) ^ order);
-            if (kK % 8 != 0 && k >= kK) continue;
+          for (int i = 0; i < kHeld; ++i) {
+            const int k = step_of(i);
+            if (!exists(i)) continue;
             Scalar v[kWidth];
 #pragma unroll
             for (int e = 0; e < kWidth; ++e) {
-              if (!CENTRED && stager.samples(i, part)) nearness[e].add(to_scalar(pack[i].lane[e]), item.at(centre, k));
-              v[e] = stager.stage(pack[i].lane[e], own_factor[e], h + e, k, sum[e].of_class[i], norm[e], with_centre[e].of_class[i]);
+              if (!CENTRED && stager.samples(i % kClasses, part)) {
+                nearness[e].add(to_scalar(pack[i].lane[e]), item.at(centre, k));
+              }
+              v[e] = stager.stage(
+                  pack[i].lane[e], own_factor[e], h + e, k, sum[e].of_class[i % kClasses], norm[e],
+                  with_centre[e].of_class[i % kClasses]);
             }
             store_parts(planes + plane_at(h, k), v);
           }
@@ -669,12 +749,13 @@ __device__ inline void stage(
       }
 #pragma unroll
       for (int e = 0; e < kWidth; ++e) {
+#pragma unroll
         for (int flip = 16; flip >= kAcross; flip /= 2) {
           norm[e] += __shfl_xor_sync(0xffffffffu, norm[e], flip);
           if constexpr (!CENTRED) nearness[e].share(flip);
         }
         const Staged staged{
-            sum[e].total(kAcross, 16), norm[e], CENTRED ? with_centre[e].total(kAcross, 16) : Scalar(0), nearness[e].near()};
+            sum[e].total(kFlips), norm[e], CENTRED ? with_centre[e].total(kFlips) : Scalar(0), nearness[e].near()};
         if (part == 0 && h < kH) keep(h + e, staged);
       }
     }
@@ -937,6 +1018,85 @@ struct Pooled {
   Scalar weights, means;
 };
 
+// ---- own_scores.cuh: scores of a strip's rows with each other; the rows' operand serves as the columns' ----
+//
+// Nothing is read for the columns: of the four registers of a 16 x 16 block of rows, two are the right operand of its
+// first eight variates, the other two that of the others. Products add up in the order of form_scores.
+
+// Blocks and steps that are few enough to be gone through without a loop, those of high parts being kept.
+constexpr bool kOwnOperand = kSmallFirst && kRowBlocks * kStepBlocks <= 12;
+
+// Of up to eight variates, both parts fit the 16 rows of one operand: its product with the high parts as columns has
+// <high, high> in its upper rows and <low, high> in its lower ones, which transposed are <high, low>.
+constexpr bool kFew = kH <= 8 && kParts == 2;
+
+// Adds one of the products of 16 steps to s; the first of all makes it.
+template <int N, bool DIAGONAL>
+__device__ inline void add_own_product(
+    const Halves (&block)[kParts][kRowBlocks][kStepBlocks][4], int product, int k, Scalar (&s)[kRowBlocks][N / 8][4]) {
+  const int of_row = product == 1 ? 1 : 0, of_column = product == 2 ? 1 : 0;
+#pragma unroll
+  for (int r = 0; r < kRowBlocks; ++r) {
+#pragma unroll
+    for (int t = 0; t < N / 8; ++t) {
+      const Halves(&column)[4] = block[of_column][DIAGONAL ? r : t / 2][k];
+      if (product == kProducts - 1 && k == 0) {
+        multiply(s[r][t], block[of_row][r][k], column[t % 2], column[t % 2 + 2]);
+      } else {
+        multiply_add(s[r][t], block[of_row][r][k], column[t % 2], column[t % 2 + 2]);
+      }
+    }
+  }
+}
+
+// s[b][t] of the strip's rows with N columns of its own from its first on; DIAGONAL: each block of 16 with itself alone.
+template <int N, bool DIAGONAL>
+__device__ inline void form_own_scores(const RowOperand& rows, Scalar (&s)[kRowBlocks][N / 8][4]) {
+  Halves block[kParts][kRowBlocks][kStepBlocks][4];
+#pragma unroll
+  for (int k = 0; k < kStepBlocks; ++k) {
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+#pragma unroll
+      for (int r = 0; r < kRowBlocks; ++r) {
+        if constexpr (kRowsKept) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) block[part][r][k][i] = rows.kept[part][r][k][i];
+        } else {
+          load_by_steps(block[part][r][k], rows.block(part, r, 16 * k));
+        }
+      }
+    }
+#pragma unroll
+    for (int product = kProducts - 1; product >= (kParts - 1); --product) add_own_product<N, DIAGONAL>(block, product, k, s);
+  }
+  if constexpr (kParts > 1) {
+#pragma unroll
+    for (int k = 0; k < kStepBlocks; ++k) add_own_product<N, DIAGONAL>(block, 0, k, s);
+  }
+}
+
+// s = <v_h, v_j> of up to eight variates: of row lane / 4, columns lane % 4 * 2 and the next.
+__device__ inline void form_few_scores(const unsigned char* planes, int lane, Scalar* s) {
+  const int within = lane % 8, step = lane / 16 * 8;
+  const unsigned char* const at =
+      planes + lane / 8 % 2 * kPlaneBytes + (kVariateMajor ? plane_at(within, step) : plane_at(0, within + step));
+  Scalar product[4] = {};
+#pragma unroll 8
+  for (int k = 0; k < kStepsPadded; k += 16) {
+    Halves rows[4];
+    load_by_steps(rows, at + plane_at(0, k));
+    multiply_add(product, rows, rows[0], rows[2]);
+  }
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    // The lane that has the transposed score, of its two the one whose column is this lane's row.
+    const int holder = (lane % 4 * 2 + i) * 4 + lane / 8;
+    const Scalar even = __shfl_sync(0xffffffffu, product[2], holder), odd = __shfl_sync(0xffffffffu, product[3], holder);
+    s[i] = product[i] + (product[2 + i] + (lane / 4 % 2 == 0 ? even : odd));
+  }
+}
+
 // ---- fetch.cuh: an item on its way from DRAM to shared memory while another is computed ----
 
 // ---- hopper.cuh: the PTX of sm_90 (copies of any length, by one thread) and of sm_90a (products by four warps, of a
@@ -1176,6 +1336,13 @@ class Fetch {
   int parity_ = 0;
 };
 
+// For an item that nobody has room for: has it brought to L2, from where it comes sooner and faster than from DRAM.
+__device__ inline void bring_near(const Element* item, int thread) {
+  constexpr int kLine = 128 / sizeof(Element);
+#pragma unroll 1
+  for (int at = kLine * thread; at < kH * kK; at += kLine * kItemThreads) prefetch_line(item + at);
+}
+
 // ---- gathered.cuh: what backward prepares for its rows, gathers for them, and writes ----
 
 constexpr int kThreadRows = (kH + kItemThreads - 1) / kItemThreads;  // variates whose constants a thread prepares
@@ -1398,6 +1565,7 @@ static_assert(kColumns == 16, "a tile is as wide as the operand that is made of 
 // A plain item: unshifted exponentials, and each pair of strips once.
 struct Plain {
   Gather& gather;
+  const unsigned char* planes;
   const RowOperand& rows;
   const Vectors& of;
   int lane;
@@ -1407,11 +1575,17 @@ struct Plain {
   // G of BLOCKS blocks of rows and 16 columns, as an operand; and what both pull, the columns' in pulled_partial.
   template <int FIRST, int BLOCKS, bool MIRROR, bool DIAGONAL = false>
   __device__ void form(int column, Scalar* pulled_partial, Halves (&pieces)[BLOCKS][kParts][4]) {
-    Scalar s[BLOCKS][2][4];
-    form_scores<FIRST, BLOCKS, 16, false, DIAGONAL>(rows, gather.by_column + plane_at(column, 0), s);
+    Scalar s[BLOCKS][2][4] = {};
+    if constexpr (kFew) {
+      form_few_scores(planes, lane, s[0][0]);
+    } else if constexpr (DIAGONAL && kOwnOperand) {
+      form_own_scores<16, true>(rows, s);
+    } else {
+      form_scores<FIRST, BLOCKS, 16, false, DIAGONAL>(rows, gather.by_column + plane_at(column, 0), s);
+    }
     Scalar pulled_columns[4] = {};
 #pragma unroll
-    for (int t = 0; t < 2; ++t) {
+    for (int t = 0; t < (kFew ? 1 : 2); ++t) {
       const int at = column + 8 * t + lane % 4 * 2;
       Pack<Scalar, 2> c = load_pack<2>(of.gain + at), p = load_pack<2>(of.pooled + at), m = load_pack<2>(of.mean + at);
 #pragma unroll
@@ -1422,7 +1596,7 @@ struct Plain {
           m = load_pack<2>(of.mean + at + 16 * b);
         }
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
+        for (int i = 0; i < (kFew ? 2 : 4); ++i) {
           const int r = FIRST + b, half = i / 2, j = i % 2;
           const Scalar e = fast_exp2(s[b][t][i]);
           pulled[r][half] = fma(c.lane[j], e, pulled[r][half]);
@@ -1601,7 +1775,7 @@ one_pass_mma_backward_h128_k32_f32_bhk(
     Gather gather{ {}, by_row, by_column, lane};
     Scalar pulled[kRowBlocks][2], column_sum[kRowBlocks][2] = {};
     if (how.plain) {
-      Plain tiles{gather, rows, of, lane};
+      Plain tiles{gather, planes, rows, of, lane};
 #pragma unroll
       for (int r = 0; r < 2 * kRowBlocks; ++r) {
         const int h = row0 + 8 * r + lane / 4;

@@ -147,6 +147,9 @@ static_assert(sizeof(Scalar) == 4, "tensor cores sum in float32");
 // Two fp16 numbers, the first in the low half.
 using Halves = unsigned;
 
+// Two bf16 numbers, likewise: the upper halves of two floats.
+using Bfloats = unsigned;
+
 // A warp holds an 8x8 matrix of fp16 as one Halves a lane: row lane / 4, columns 2 * (lane % 4) and the next.
 // A of 16x16 is four of them, a[0] upper left, a[1] lower left, a[2] upper right, a[3] lower right; B of 16x8 is
 // b0 over b1, both transposed; D of 16x8 is d[0..1] in row lane / 4 and d[2..3] eight rows below.
@@ -228,6 +231,25 @@ __device__ inline void multiply(Scalar (&d)[4], const Halves (&a)[4], Halves b0,
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(0.f));
 }
 
+// The same of bf16 numbers.
+__device__ inline Bfloats pack_bfloats(Scalar low, Scalar high) {
+  Bfloats pair;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+__device__ inline void multiply_add_bfloats(Scalar (&d)[4], const Bfloats (&a)[4], Bfloats b0, Bfloats b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+__device__ inline void multiply_bfloats(Scalar (&d)[4], const Bfloats (&a)[4], Bfloats b0, Bfloats b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%10, %10, %10, %10};"
+      : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(0.f));
+}
+
 // Begins a copy that bypasses registers. It is there after wait_copies, for the thread that asked for it; for others
 // after a barrier behind that. Only copies of 16 bytes can bypass L1.
 template <int BYTES>
@@ -244,6 +266,11 @@ __device__ void copy_async(void* shared, const void* global) {
                  : "r"(shared_address(shared)), "l"(__cvta_generic_to_global(global)), "n"(BYTES)
                  : "memory");
   }
+}
+
+// Has the line of DRAM that holds this brought to L2; nobody waits for it.
+__device__ inline void prefetch_line(const void* global) {
+  asm volatile("prefetch.global.L2 [%0];" : : "l"(__cvta_generic_to_global(global)));
 }
 
 // Makes a group of the copies begun since the last one.
@@ -284,11 +311,21 @@ __device__ inline void multiply_add(Scalar (&d)[4], const Halves (&a)[4], Halves
 __device__ inline void multiply(Scalar (&d)[4], const Halves (&a)[4], Halves b0, Halves b1, EMULATOR_CALLER) {
   emulator::multiply_matrices({"multiply", file, line}, d, a, b0, b1, false);
 }
+__device__ inline Bfloats pack_bfloats(Scalar low, Scalar high) {
+  return emulator::pack_bfloats(static_cast<emulator::Float>(low), static_cast<emulator::Float>(high));
+}
+__device__ inline void multiply_add_bfloats(Scalar (&d)[4], const Bfloats (&a)[4], Bfloats b0, Bfloats b1, EMULATOR_CALLER) {
+  emulator::multiply_bfloats({"multiply_add_bfloats", file, line}, d, a, b0, b1, true);
+}
+__device__ inline void multiply_bfloats(Scalar (&d)[4], const Bfloats (&a)[4], Bfloats b0, Bfloats b1, EMULATOR_CALLER) {
+  emulator::multiply_bfloats({"multiply_bfloats", file, line}, d, a, b0, b1, false);
+}
 template <int BYTES>
 __device__ void copy_async(void* shared, const void* global, EMULATOR_CALLER) {
   static_assert(BYTES == 4 || BYTES == 8 || BYTES == 16, "cp.async knows no other sizes");
   emulator::copy_async({"copy_async", file, line}, shared, global, BYTES);
 }
+__device__ inline void prefetch_line(const void*) {}
 __device__ inline void commit_copies() { emulator::commit_copies(); }
 template <int PENDING>
 __device__ void wait_copies(EMULATOR_CALLER) {
@@ -299,6 +336,14 @@ __device__ inline void group_barrier(int name, int threads, EMULATOR_CALLER) {
 }
 
 #endif
+
+__device__ inline Scalar float_of_bits(unsigned bits) {
+  Scalar value;
+  memcpy(&value, &bits, sizeof value);
+  return value;
+}
+__device__ inline Scalar low_bfloat(Bfloats pair) { return float_of_bits(pair << 16); }
+__device__ inline Scalar high_bfloat(Bfloats pair) { return float_of_bits(pair & 0xffff0000u); }
 // ---- sums.cuh: sums that keep what float32 would drop ----
 
 // Kahan's sum: a plain float32 sum of a long trajectory (100 +- 0.05) loses the variation.
@@ -499,13 +544,24 @@ constexpr int kStageWidth = kVariateMajor ? pack_width<Element>(kK, kK) : pack_w
 constexpr int kClasses = 8 / kStageLanes;  // of a lane
 static_assert(8 % kStageLanes == 0, "lanes share the classes evenly");
 
+// How threads stage a plane whose rows are variates: kStageLanes of a warp a variate, two of them neighbours, the others as
+// far apart as they can be. Of 16 lanes, eight variates write both halves of a row of a piece each: all banks once.
+constexpr int kStagedRows = 32 / kStageLanes;  // variates of a warp
+__device__ inline int staged_row(int thread) {
+  return kStageLanes == 1 ? thread : thread / 32 * kStagedRows + thread / 2 % kStagedRows;
+}
+__device__ inline int staged_part(int thread) {
+  return kStageLanes == 1 ? 0 : thread % 2 + thread % 32 / (2 * kStagedRows) * 2;
+}
+constexpr int kPartFlips = kStageLanes == 1 ? 0 : 32 - 2 * kStagedRows + 1;  // the lane bits that tell parts apart
+
 // Variates (or pieces of a plane) begin on the same bank: each goes through its classes in an order of its own, which
 // changes no sum: classes that are added to each other stay so.
 __device__ inline int order_of(int h) {
   if constexpr (kVariateMajor) {
     constexpr int kPacks = kK / kStageWidth;
     constexpr int kOrders = kPacks % 8 == 0 ? 8 : kPacks % 4 == 0 ? 4 : kPacks % 2 == 0 ? 2 : 1;
-    return (h ^ (h / 8 & 1)) & (kOrders - 1);
+    return (kStageLanes == 1 ? h ^ (h / 8 & 1) : 2 * h) & (kOrders - 1);
   }
   return kK < 8 ? 0 : h / 8 % 4 * 2;
 }
@@ -513,15 +569,16 @@ __device__ inline int order_of(int h) {
 struct ClassSums {
   Scalar of_class[kClasses] = {};
 
-  // The sum over the lanes that flipping the bits from `farthest` down to `nearest` tells apart.
-  __device__ Scalar total(int nearest, int farthest) {
+  // The sum over the classes and the lanes that `flips`, a mask of lane bits, tells apart, the highest first.
+  __device__ Scalar total(int flips) {
 #pragma unroll
     for (int half = kClasses / 2; half > 0; half /= 2) {
 #pragma unroll
       for (int i = 0; i < half; ++i) of_class[i] += of_class[i + half];
     }
-    for (int flip = farthest; flip >= nearest; flip /= 2) {
-      of_class[0] += __shfl_xor_sync(0xffffffffu, of_class[0], flip);
+#pragma unroll
+    for (int flip = 16; flip > 0; flip /= 2) {
+      if ((flips & flip) != 0) of_class[0] += __shfl_xor_sync(0xffffffffu, of_class[0], flip);
     }
     return of_class[0];
   }
@@ -884,10 +941,10 @@ __device__ inline void stage_chunk(
     return v;
   };
   if constexpr (kVariateMajor) {
-    const int part = thread % kStageLanes;
+    const int part = staged_part(thread);
 #pragma unroll 1
     for (int first = 0; first < VARIATES; first += kThreads / kStageLanes) {
-      const int place = first + thread / kStageLanes, h = h0 + place;
+      const int place = first + staged_row(thread), h = h0 + place;
       const bool inside = place < VARIATES, seen = inside && item.takes_part(h);
       Sums sums;
       if (inside) {
@@ -912,7 +969,9 @@ __device__ inline void stage_chunk(
         }
       }
       if constexpr (!SUMS) continue;
-      for (int flip = kStageLanes / 2; flip > 0; flip /= 2) {
+#pragma unroll
+      for (int flip = 16; flip > 0; flip /= 2) {
+        if ((kPartFlips & flip) == 0) continue;
         sums.norm += __shfl_xor_sync(0xffffffffu, sums.norm, flip);
         if constexpr (CENTRED) sums.nearness.share(flip);
       }
@@ -921,12 +980,12 @@ __device__ inline void stage_chunk(
         continue;
       }
       const Learnt staged{
-          sums.sum.total(1, kStageLanes / 2), sums.norm, CENTRED ? sums.with_centre.total(1, kStageLanes / 2) : Scalar(0),
+          sums.sum.total(kPartFlips), sums.norm, CENTRED ? sums.with_centre.total(kPartFlips) : Scalar(0),
           !CENTRED || !seen || sums.nearness.near()};
       if (part == 0 && inside) keep(place, h, staged);
     }
   } else {
-    constexpr int kLanesAcross = 32 / kStageLanes;
+    constexpr int kLanesAcross = 32 / kStageLanes, kFlips = 32 - kLanesAcross;
     const int part = thread % 32 / kLanesAcross;
 #pragma unroll 1
     for (int first = 0; first < VARIATES; first += kThreads / kStageLanes * kWidth) {
@@ -969,7 +1028,7 @@ __device__ inline void stage_chunk(
           continue;
         }
         const Learnt staged{
-            sums[e].sum.total(kLanesAcross, 16), norm, CENTRED ? sums[e].with_centre.total(kLanesAcross, 16) : Scalar(0),
+            sums[e].sum.total(kFlips), norm, CENTRED ? sums[e].with_centre.total(kFlips) : Scalar(0),
             !CENTRED || !item.takes_part(h + e) || sums[e].nearness.near()};
         if (part == 0 && inside) keep(place + e, h + e, staged);
       }

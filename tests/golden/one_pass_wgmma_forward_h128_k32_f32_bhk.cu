@@ -120,6 +120,9 @@ static_assert(sizeof(Scalar) == 4, "tensor cores sum in float32");
 // Two fp16 numbers, the first in the low half.
 using Halves = unsigned;
 
+// Two bf16 numbers, likewise: the upper halves of two floats.
+using Bfloats = unsigned;
+
 // A warp holds an 8x8 matrix of fp16 as one Halves a lane: row lane / 4, columns 2 * (lane % 4) and the next.
 // A of 16x16 is four of them, a[0] upper left, a[1] lower left, a[2] upper right, a[3] lower right; B of 16x8 is
 // b0 over b1, both transposed; D of 16x8 is d[0..1] in row lane / 4 and d[2..3] eight rows below.
@@ -201,6 +204,25 @@ __device__ inline void multiply(Scalar (&d)[4], const Halves (&a)[4], Halves b0,
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(0.f));
 }
 
+// The same of bf16 numbers.
+__device__ inline Bfloats pack_bfloats(Scalar low, Scalar high) {
+  Bfloats pair;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+__device__ inline void multiply_add_bfloats(Scalar (&d)[4], const Bfloats (&a)[4], Bfloats b0, Bfloats b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+__device__ inline void multiply_bfloats(Scalar (&d)[4], const Bfloats (&a)[4], Bfloats b0, Bfloats b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%10, %10, %10, %10};"
+      : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(0.f));
+}
+
 // Begins a copy that bypasses registers. It is there after wait_copies, for the thread that asked for it; for others
 // after a barrier behind that. Only copies of 16 bytes can bypass L1.
 template <int BYTES>
@@ -217,6 +239,11 @@ __device__ void copy_async(void* shared, const void* global) {
                  : "r"(shared_address(shared)), "l"(__cvta_generic_to_global(global)), "n"(BYTES)
                  : "memory");
   }
+}
+
+// Has the line of DRAM that holds this brought to L2; nobody waits for it.
+__device__ inline void prefetch_line(const void* global) {
+  asm volatile("prefetch.global.L2 [%0];" : : "l"(__cvta_generic_to_global(global)));
 }
 
 // Makes a group of the copies begun since the last one.
@@ -257,11 +284,21 @@ __device__ inline void multiply_add(Scalar (&d)[4], const Halves (&a)[4], Halves
 __device__ inline void multiply(Scalar (&d)[4], const Halves (&a)[4], Halves b0, Halves b1, EMULATOR_CALLER) {
   emulator::multiply_matrices({"multiply", file, line}, d, a, b0, b1, false);
 }
+__device__ inline Bfloats pack_bfloats(Scalar low, Scalar high) {
+  return emulator::pack_bfloats(static_cast<emulator::Float>(low), static_cast<emulator::Float>(high));
+}
+__device__ inline void multiply_add_bfloats(Scalar (&d)[4], const Bfloats (&a)[4], Bfloats b0, Bfloats b1, EMULATOR_CALLER) {
+  emulator::multiply_bfloats({"multiply_add_bfloats", file, line}, d, a, b0, b1, true);
+}
+__device__ inline void multiply_bfloats(Scalar (&d)[4], const Bfloats (&a)[4], Bfloats b0, Bfloats b1, EMULATOR_CALLER) {
+  emulator::multiply_bfloats({"multiply_bfloats", file, line}, d, a, b0, b1, false);
+}
 template <int BYTES>
 __device__ void copy_async(void* shared, const void* global, EMULATOR_CALLER) {
   static_assert(BYTES == 4 || BYTES == 8 || BYTES == 16, "cp.async knows no other sizes");
   emulator::copy_async({"copy_async", file, line}, shared, global, BYTES);
 }
+__device__ inline void prefetch_line(const void*) {}
 __device__ inline void commit_copies() { emulator::commit_copies(); }
 template <int PENDING>
 __device__ void wait_copies(EMULATOR_CALLER) {
@@ -272,6 +309,14 @@ __device__ inline void group_barrier(int name, int threads, EMULATOR_CALLER) {
 }
 
 #endif
+
+__device__ inline Scalar float_of_bits(unsigned bits) {
+  Scalar value;
+  memcpy(&value, &bits, sizeof value);
+  return value;
+}
+__device__ inline Scalar low_bfloat(Bfloats pair) { return float_of_bits(pair << 16); }
+__device__ inline Scalar high_bfloat(Bfloats pair) { return float_of_bits(pair & 0xffff0000u); }
 // ---- sums.cuh: sums that keep what float32 would drop ----
 
 // Kahan's sum: a plain float32 sum of a long trajectory (100 +- 0.05) loses the variation.
@@ -472,13 +517,24 @@ constexpr int kStageWidth = kVariateMajor ? pack_width<Element>(kK, kK) : pack_w
 constexpr int kClasses = 8 / kStageLanes;  // of a lane
 static_assert(8 % kStageLanes == 0, "lanes share the classes evenly");
 
+// How threads stage a plane whose rows are variates: kStageLanes of a warp a variate, two of them neighbours, the others as
+// far apart as they can be. Of 16 lanes, eight variates write both halves of a row of a piece each: all banks once.
+constexpr int kStagedRows = 32 / kStageLanes;  // variates of a warp
+__device__ inline int staged_row(int thread) {
+  return kStageLanes == 1 ? thread : thread / 32 * kStagedRows + thread / 2 % kStagedRows;
+}
+__device__ inline int staged_part(int thread) {
+  return kStageLanes == 1 ? 0 : thread % 2 + thread % 32 / (2 * kStagedRows) * 2;
+}
+constexpr int kPartFlips = kStageLanes == 1 ? 0 : 32 - 2 * kStagedRows + 1;  // the lane bits that tell parts apart
+
 // Variates (or pieces of a plane) begin on the same bank: each goes through its classes in an order of its own, which
 // changes no sum: classes that are added to each other stay so.
 __device__ inline int order_of(int h) {
   if constexpr (kVariateMajor) {
     constexpr int kPacks = kK / kStageWidth;
     constexpr int kOrders = kPacks % 8 == 0 ? 8 : kPacks % 4 == 0 ? 4 : kPacks % 2 == 0 ? 2 : 1;
-    return (h ^ (h / 8 & 1)) & (kOrders - 1);
+    return (kStageLanes == 1 ? h ^ (h / 8 & 1) : 2 * h) & (kOrders - 1);
   }
   return kK < 8 ? 0 : h / 8 % 4 * 2;
 }
@@ -486,15 +542,16 @@ __device__ inline int order_of(int h) {
 struct ClassSums {
   Scalar of_class[kClasses] = {};
 
-  // The sum over the lanes that flipping the bits from `farthest` down to `nearest` tells apart.
-  __device__ Scalar total(int nearest, int farthest) {
+  // The sum over the classes and the lanes that `flips`, a mask of lane bits, tells apart, the highest first.
+  __device__ Scalar total(int flips) {
 #pragma unroll
     for (int half = kClasses / 2; half > 0; half /= 2) {
 #pragma unroll
       for (int i = 0; i < half; ++i) of_class[i] += of_class[i + half];
     }
-    for (int flip = farthest; flip >= nearest; flip /= 2) {
-      of_class[0] += __shfl_xor_sync(0xffffffffu, of_class[0], flip);
+#pragma unroll
+    for (int flip = 16; flip > 0; flip /= 2) {
+      if ((flips & flip) != 0) of_class[0] += __shfl_xor_sync(0xffffffffu, of_class[0], flip);
     }
     return of_class[0];
   }
@@ -530,18 +587,36 @@ struct Staged {
   bool near;  // as far as the sampled elements say; the first variate is
 };
 
+// Packs that a lane has on their way before it uses the first: of one turn through the classes where they are in shared
+// memory; of as many turns as 128 bytes hold where they come from DRAM, which answers late.
+constexpr int kTurnBytes = kClasses * kStageWidth * static_cast<int>(sizeof(Element));
+constexpr int kAllTurns = ((kVariateMajor ? kK / kStageWidth : kK) + 7) / 8;
+constexpr int kTurns = kPrefetch || kTurnBytes >= 128 ? 1 : 128 / kTurnBytes < kAllTurns ? 128 / kTurnBytes : kAllTurns;
+
 template <bool CENTRED>
 struct Stager {
   const ItemView& item;
   int centre;
   bool aligned;  // a contiguous view may start at any element
 
-  __device__ Pack<Element, kStageWidth> load(const Element* from) const {
-    if (kPrefetch || aligned) return load_pack<kStageWidth>(from);
-    Pack<Element, kStageWidth> pack;
+  // COUNT packs, the i-th from `place(i)` on if it exists. All are on their way before the first is used: no load passes
+  // the stores of the one before it.
+  template <int COUNT, class Exists, class Place>
+  __device__ void load(Pack<Element, kStageWidth> (&pack)[COUNT], Exists&& exists, Place&& place) const {
+    if (kPrefetch || aligned) {
 #pragma unroll
-    for (int i = 0; i < kStageWidth; ++i) pack.lane[i] = from[i];
-    return pack;
+      for (int i = 0; i < COUNT; ++i) {
+        if (exists(i)) pack[i] = load_pack<kStageWidth>(item.x + place(i));
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < COUNT; ++i) {
+#pragma unroll
+        for (int e = 0; e < kStageWidth; ++e) {
+          if (exists(i)) pack[i].lane[e] = item.x[place(i) + e];
+        }
+      }
+    }
   }
   // Whether an element of class i is one of those that tell normalised input apart: the first of every fourth pack of a
   // variate, or every eighth step.
@@ -574,53 +649,54 @@ __device__ inline void stage(
   const bool aligned = reinterpret_cast<unsigned long long>(item.x) % (kWidth * sizeof(Element)) == 0;
   const Stager<CENTRED> stager{item, centre, aligned};
   const auto factor_of = [&](int h) { return units == nullptr || h >= kH ? factor : factor * units[h]; };
+  constexpr int kHeld = kTurns * kClasses;
   if constexpr (kVariateMajor) {
-    // kStageLanes neighbours share a variate and take turns along its packs.
+    // kStageLanes lanes share a variate and take turns along its packs.
     constexpr int kPacks = kK / kWidth;
-    const int part = thread % kStageLanes;
+    const int part = staged_part(thread);
 #pragma unroll 1
     for (int first = 0; first < kH; first += kItemThreads / kStageLanes) {
-      const int h = first + thread / kStageLanes, order = order_of(h);
+      const int h = first + staged_row(thread), order = order_of(h);
       const Scalar own_factor = factor_of(h);
       ClassSums sum, with_centre;
       Nearness nearness;
       Scalar norm = 0;
       if (h < kH) {
 #pragma unroll 1
-        for (int turn = 0; turn < kPacks; turn += 8) {
-          // All are on their way before the first is used: no load passes the stores of the one before it.
-          Pack<Element, kWidth> pack[kClasses];
+        for (int turn = 0; turn < kPacks; turn += 8 * kTurns) {
+          const auto index_of = [&](int i) { return turn + i * kStageLanes + part; };
+          const auto exists = [&](int i) { return kPacks % (8 * kTurns) == 0 || index_of(i) < kPacks; };
+          Pack<Element, kWidth> pack[kHeld];
+          stager.load(pack, exists, [&](int i) { return h * kInputH + (index_of(i) ^ order) * kWidth; });
 #pragma unroll
-          for (int i = 0; i < kClasses; ++i) {
-            const int index = turn + i * kStageLanes + part;
-            if (kPacks % 8 == 0 || index < kPacks) pack[i] = stager.load(item.x + h * kInputH + (index ^ order) * kWidth);
-          }
-#pragma unroll
-          for (int i = 0; i < kClasses; ++i) {
-            const int index = turn + i * kStageLanes + part, k = (index ^ order) * kWidth;
-            if (kPacks % 8 != 0 && index >= kPacks) continue;
+          for (int i = 0; i < kHeld; ++i) {
+            const int k = (index_of(i) ^ order) * kWidth;
+            if (!exists(i)) continue;
             if (!CENTRED && stager.samples(i, part)) nearness.add(to_scalar(pack[i].lane[0]), item.at(centre, k));
             Scalar v[kWidth];
 #pragma unroll
             for (int e = 0; e < kWidth; ++e) {
-              v[e] = stager.stage(pack[i].lane[e], own_factor, h, k + e, sum.of_class[i], norm, with_centre.of_class[i]);
+              v[e] = stager.stage(
+                  pack[i].lane[e], own_factor, h, k + e, sum.of_class[i % kClasses], norm, with_centre.of_class[i % kClasses]);
             }
             store_parts(planes + plane_at(h, k), v);
           }
         }
       }
-      for (int flip = kStageLanes / 2; flip > 0; flip /= 2) {
+#pragma unroll
+      for (int flip = 16; flip > 0; flip /= 2) {
+        if ((kPartFlips & flip) == 0) continue;
         norm += __shfl_xor_sync(0xffffffffu, norm, flip);
         if constexpr (!CENTRED) nearness.share(flip);
       }
       const Staged staged{
-          sum.total(1, kStageLanes / 2), norm, CENTRED ? with_centre.total(1, kStageLanes / 2) : Scalar(0), nearness.near()};
+          sum.total(kPartFlips), norm, CENTRED ? with_centre.total(kPartFlips) : Scalar(0), nearness.near()};
       if (part == 0 && h < kH) keep(h, staged);
     }
   } else {
     // Neighbouring lanes take neighbouring packs of variates; kStageLanes of a warp share a pack and take turns along its
     // steps.
-    constexpr int kAcross = 32 / kStageLanes;
+    constexpr int kAcross = 32 / kStageLanes, kFlips = 32 - kAcross;
     const int part = thread % 32 / kAcross;
 #pragma unroll 1
     for (int first = 0; first < kH; first += kItemThreads / kStageLanes * kWidth) {
@@ -632,22 +708,26 @@ __device__ inline void stage(
       for (int e = 0; e < kWidth; ++e) own_factor[e] = factor_of(h + e);
       if (h < kH) {
 #pragma unroll 1
-        for (int turn = 0; turn < kK; turn += 8) {
-          Pack<Element, kWidth> pack[kClasses];
+        for (int turn = 0; turn < kK; turn += 8 * kTurns) {
+          const auto step_of = [&](int i) {
+            return turn + i / kClasses * 8 + ((i % kClasses * kStageLanes + part) ^ order);
+          };
+          const auto exists = [&](int i) { return kK % (8 * kTurns) == 0 || step_of(i) < kK; };
+          Pack<Element, kWidth> pack[kHeld];
+          stager.load(pack, exists, [&](int i) { return step_of(i) * kInputK + h; });
 #pragma unroll
-          for (int i = 0; i < kClasses; ++i) {
-            const int k = turn + ((i * kStageLanes + part) ^ order);
-            if (kK % 8 == 0 || k < kK) pack[i] = stager.load(item.x + k * kInputK + h);
-          }
-#pragma unroll
-          for (int i = 0; i < kClasses; ++i) {
-            const int k = turn + ((i * kStageLanes + part) ^ order);
-            if (kK % 8 != 0 && k >= kK) continue;
+          for (int i = 0; i < kHeld; ++i) {
+            const int k = step_of(i);
+            if (!exists(i)) continue;
             Scalar v[kWidth];
 #pragma unroll
             for (int e = 0; e < kWidth; ++e) {
-              if (!CENTRED && stager.samples(i, part)) nearness[e].add(to_scalar(pack[i].lane[e]), item.at(centre, k));
-              v[e] = stager.stage(pack[i].lane[e], own_factor[e], h + e, k, sum[e].of_class[i], norm[e], with_centre[e].of_class[i]);
+              if (!CENTRED && stager.samples(i % kClasses, part)) {
+                nearness[e].add(to_scalar(pack[i].lane[e]), item.at(centre, k));
+              }
+              v[e] = stager.stage(
+                  pack[i].lane[e], own_factor[e], h + e, k, sum[e].of_class[i % kClasses], norm[e],
+                  with_centre[e].of_class[i % kClasses]);
             }
             store_parts(planes + plane_at(h, k), v);
           }
@@ -655,12 +735,13 @@ __device__ inline void stage(
       }
 #pragma unroll
       for (int e = 0; e < kWidth; ++e) {
+#pragma unroll
         for (int flip = 16; flip >= kAcross; flip /= 2) {
           norm[e] += __shfl_xor_sync(0xffffffffu, norm[e], flip);
           if constexpr (!CENTRED) nearness[e].share(flip);
         }
         const Staged staged{
-            sum[e].total(kAcross, 16), norm[e], CENTRED ? with_centre[e].total(kAcross, 16) : Scalar(0), nearness[e].near()};
+            sum[e].total(kFlips), norm[e], CENTRED ? with_centre[e].total(kFlips) : Scalar(0), nearness[e].near()};
         if (part == 0 && h < kH) keep(h + e, staged);
       }
     }
@@ -1162,6 +1243,13 @@ class Fetch {
   int parity_ = 0;
 };
 
+// For an item that nobody has room for: has it brought to L2, from where it comes sooner and faster than from DRAM.
+__device__ inline void bring_near(const Element* item, int thread) {
+  constexpr int kLine = 128 / sizeof(Element);
+#pragma unroll 1
+  for (int at = kLine * thread; at < kH * kK; at += kLine * kItemThreads) prefetch_line(item + at);
+}
+
 // ---- group_scores.cuh: 64 rows of scores by the four warps of a warpgroup ----
 
 // The planes as the right operand of a product, from variate h and step k on: pieces of 8 x 8 numbers follow each other
@@ -1533,7 +1621,8 @@ one_pass_wgmma_forward_h128_k32_f32_bhk(
     long long B) {
   DYNAMIC_SHARED(shared);
   const int thread = threadIdx.x, lane = thread % 32;
-  const int group = kGroups == 1 ? 0 : thread / 128, row_of_group = thread / 32 % 4 * 16;
+  // Shuffled, so that the compiler knows it to be the same for all lanes: descriptors are then made once a warp.
+  const int group = kGroups == 1 ? 0 : __shfl_sync(0xffffffffu, thread / 128, 0), row_of_group = thread / 32 % 4 * 16;
   unsigned char* const planes = shared + kOffsetPlanes;
   Pooled* const weights = reinterpret_cast<Pooled*>(shared + kOffsetWeights);
   Scalar* const means = reinterpret_cast<Scalar*>(shared + kOffsetMean);
@@ -1555,7 +1644,7 @@ one_pass_wgmma_forward_h128_k32_f32_bhk(
       store_pack<4>(reinterpret_cast<unsigned*>(planes + at), Pack<unsigned, 4>{});
     }
     for (int h = kH + thread; h < kRowsPadded; h += kThreads) {
-      weights[h] = {0, 0};
+weights[h] = {0, 0};
       means[h] = 0;
       offsets[h] = -Scalar(INFINITY);
       units[h] = 1;
@@ -1591,7 +1680,8 @@ one_pass_wgmma_forward_h128_k32_f32_bhk(
       });
       for (int h = thread; h < kH; h += kThreads) {
         const Scalar weight = exp2(offsets[h] - how.top_offset);
-        weights[h] = item.takes_part(h) ? Pooled{weight, weight * means[h]} : Pooled{0, 0};
+        const Pooled counts = item.takes_part(h) ? Pooled{weight, weight * means[h]} : Pooled{0, 0};
+weights[h] = counts;
       }
       fence_async();
       __syncthreads();
@@ -1616,8 +1706,20 @@ one_pass_wgmma_forward_h128_k32_f32_bhk(
     if (b + gridDim.x < B) fetch.wait();
     __syncthreads();
 
-#pragma unroll 1
-    for (int h = thread; h < kH; h += kThreads) {
+    // Neighbouring lanes have a variate of each strip, and half of the partial sums of the second one's each.
+    const int own = thread / 2 + thread % 2 * 64;
+    Pooled mirrored{0, 0};
+    if (how.plain) {
+#pragma unroll 8
+      for (int i = thread % 2; i < kPartials; i += 2) {
+        const Pooled more = partials[i * kPartialStride + thread / 2];
+        mirrored.weights += more.weights;
+        mirrored.means += more.means;
+      }
+    }
+    mirrored.weights += __shfl_xor_sync(0xffffffffu, mirrored.weights, 1);
+    mirrored.means += __shfl_xor_sync(0xffffffffu, mirrored.means, 1);
+    if (const int h = own; h < kH) {
       const long long index = b * kH + h;
       Pooled sum = sums[h];
       Scalar base = 0;
@@ -1627,18 +1729,7 @@ one_pass_wgmma_forward_h128_k32_f32_bhk(
       };
       if (how.plain) {
         add(sums[kSumStride + h]);
-        if constexpr (kTwo) {
-          if (h >= 64) {
-#pragma unroll 8
-            for (int i = 0; i < kPartials; ++i) add(partials[i * kPartialStride + h - 64]);
-          }
-        } else {
-          // Each warpgroup's first strip is its own number: it has added to the strips behind that.
-#pragma unroll
-          for (int warp = 0; warp < kPartials; ++warp) {
-            if (h / 64 > warp / 4) add(partials[warp * kPartialStride + h]);
-          }
-        }
+        if (h >= 64) add(mirrored);
       } else {
         base = bases[h];
       }

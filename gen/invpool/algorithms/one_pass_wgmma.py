@@ -94,8 +94,7 @@ class OnePassWgmma(Algorithm[WgmmaPlan]):
 
     def _rounded(self, spec: PoolSpec, plan: WgmmaPlan) -> bool:
         """Whether forward rounds weights to bf16 and pools them by products (templates/include/rounded_weights.cuh)."""
-        rough = spec.dtype == "bfloat16" or (spec.dtype == "float32" and spec.precision == "tf32")
-        return plan.direction == "forward" and rough and self._two(spec, plan)
+        return plan.direction == "forward" and spec.dtype == "bfloat16" and self._two(spec, plan)
 
     def layout(self, spec: PoolSpec, plan: WgmmaPlan) -> SharedLayout:
         rows, steps, parts = _STRIP * self.strips(spec), padded(spec.K), parts_of(spec)
