@@ -40,6 +40,7 @@ class Cost:
         issue: warp instructions; 0 where the algorithm does not count them.
         overlap: the share of its units' work that a kernel hides behind the unit that is busiest: 1 where the others
             cost nothing, 0 where they add up.
+        slower: how many times longer the units take than their counts say, for want of warps or registers.
         exposed_bytes: DRAM bytes that a block waits for with nothing else to do.
         barriers: block barriers that the blocks go through; None where the algorithm does not count them.
         tasks: what the blocks of a persistent kernel loop over; None: one a block.
@@ -59,6 +60,7 @@ class Cost:
     tensor: int = 0
     issue: int = 0
     overlap: float = 1.0
+    slower: float = 1.0
     exposed_bytes: int = 0
     barriers: int | None = None
     tasks: int | None = None
@@ -80,7 +82,7 @@ class Cost:
         share = busiest * rounds / tasks if tasks else 0.0
         # Fewer than one warp a scheduler cannot keep the pipes busy.
         warps = min(busiest, resident) * self.threads / WARP
-        hiding = min(1.0, warps / 4)
+        hiding = min(1.0, warps / 4) / self.slower
         lanes = gpu.fp64_lanes if self.fp64 else gpu.fp32_lanes
         mufu_lanes = gpu.fp64_lanes / 16 if self.fp64 else gpu.mufu_lanes
         units = {

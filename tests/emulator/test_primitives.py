@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from emulator.pools import cut_off
 from invpool.compile import Target, compile_source
@@ -175,6 +176,38 @@ def test_products_of_matrices(name: str, how: dict) -> None:
     a, b, c = factors()
     want = a.astype(np.float64) @ b.astype(np.float64) + (c if name == "multiply_add" else 0)
     np.testing.assert_array_equal(multiply(a, b, c, name, **how), cut_off(want))
+
+
+def bfloats(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """bf16 numbers, as their bits, and what they are: torch rounds to the nearest, ties to even."""
+    rounded = torch.from_numpy(values.astype(np.float32)).to(torch.bfloat16)
+    return rounded.view(torch.int16).numpy().view(np.uint16), rounded.double().numpy()
+
+
+@every_run
+@pytest.mark.parametrize("name", ["multiply_add_bfloats", "multiply_bfloats"])
+def test_products_of_matrices_of_bfloats(name: str, how: dict) -> None:
+    a, b, c = factors()
+    (a_bits, a), (b_bits, b) = bfloats(1e9 * a.astype(float)), bfloats(1e9 * b.astype(float))  # far beyond fp16
+    want = a @ b + (c if name == "multiply_add_bfloats" else 0)
+    np.testing.assert_array_equal(multiply(a_bits, b_bits, c, name, **how), cut_off(want))
+
+
+def test_packing_bfloats_rounds_to_nearest() -> None:
+    every = np.arange(0x7F80, dtype=np.uint32)[::8] << 16
+    halfway = np.concatenate([every, every + 0x8000, every + 0x7FFF, every + 0x8001]).view(np.float32)
+    x = np.resize(np.concatenate([halfway, -halfway, [np.inf, -np.inf]]).astype(np.float32), 32 * 1024)
+    want, _ = bfloats(x)
+    body = (
+        CONVERT.replace("pack_halves", "pack_bfloats")
+        .replace("low_half", "low_bfloat")
+        .replace("high_half", "high_bfloat")
+    )
+    for part in range(0, len(x), 2048):
+        outputs = [Output((1024,), np.uint32), Output((2048,), np.float32)]
+        pairs, back = run(body, CONVERT_PARAMETERS, [x[part : part + 2048], *outputs], 1024).outputs
+        np.testing.assert_array_equal(pairs.view(np.uint16), want[part : part + 2048])
+        np.testing.assert_array_equal(back.view(np.uint32), want[part : part + 2048].astype(np.uint32) << 16)
 
 
 def test_products_of_subnormal_and_large_numbers_are_exact() -> None:

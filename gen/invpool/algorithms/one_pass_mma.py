@@ -175,8 +175,9 @@ class OnePassMma(Algorithm[MmaPlan]):
         operand = parts * blocks * 4 * (steps // 16 if self._rows_kept(spec) else 1)
         scores = blocks * plan.columns // 2
         if plan.direction == "forward":
-            return 24 + operand + scores + 8 * blocks
-        return 32 + operand + 8 + 10 * blocks + blocks * steps // 2 + steps // 2
+            return 44 + operand + scores + 8 * blocks
+        pieces = 5 * blocks * (parts + 2) // 2  # G of a tile, as it is formed and as it is split
+        return 24 + operand + 10 * blocks + pieces + blocks * steps // 2 + steps // 2
 
     def promises_no_spills(self, spec: PoolSpec, plan: MmaPlan) -> bool:
         return False  # ptxas decides near the cap
@@ -187,18 +188,25 @@ class OnePassMma(Algorithm[MmaPlan]):
         rows, products = 16 * plan.row_blocks, 2 * parts - 1
         few, own_operand = self._few(spec), self._own_operand(spec, plan)
         # Scores of a strip with its own columns, and with those of other strips, which both have use for.
-        columns = padded(spec.H, 8) if strips == 1 and (few or own_operand) else rows
-        own, other = rows * columns, rows * rows * ((strips - 1) // 2) + (rows * rows // 2 if strips % 2 == 0 else 0)
+        own = rows * (padded(spec.H, 8) if strips == 1 and own_operand else rows)
+        other = rows * rows * ((strips - 1) // 2) + (rows * rows // 2 if strips % 2 == 0 else 0)
+        if plan.direction == "backward":
+            # Within a strip, too, each pair of blocks is formed once.
+            own, other = 16 * rows, other + rows * (rows - 16) // 2
         loads = 1 if self._rows_kept(spec) else 1 + plan.row_blocks
         block = parts * steps * 4  # passes that read 16 variates as an operand
-        multiplied = (own if few else products * own) + products * other
+        read_own = plan.row_blocks * block if own_operand else own / (16 * rows) * block * loads
+        multiplied = products * (own + other)
+        if few:
+            # One product of two parts of eight rows makes all three.
+            own, other, multiplied, read_own = 64, 0, 128, steps * 4
         work = staging_work(spec, parts, plan.prefetch)
-        read_own = steps * 4 if few else plan.row_blocks * block if own_operand else own / (16 * rows) * block * loads
         formed = Work(
             tensor=multiplied * 16 * steps / MMA_SHARE,
             issue=multiplied * steps / 100,
             wavefronts=read_own + other / (16 * rows) * block * loads,
         )
+        gathered = max(own, 256) + 2 * other  # by blocks of 16 x 16
         if plan.direction == "forward":
             scores = Work(fma=2 * own + 4 * other, mufu=own + other, issue=(4.2 * own + 8 * other) / WARP)
             ends = Work(issue=500, wavefronts=60)
@@ -207,11 +215,11 @@ class OnePassMma(Algorithm[MmaPlan]):
             scores = Work(
                 fma=(pulled + 1) * (own + other),
                 mufu=own + other,
-                tensor=products * 16 * steps * (own + 2 * other) / MMA_SHARE,
-                issue=(own * pulled + other * (pulled + 4.5)) / WARP + (own + 2 * other) * products * steps / 45,
+                tensor=products * 16 * steps * gathered / MMA_SHARE,
+                issue=(own * pulled + other * (pulled + 4.5)) / WARP + gathered * products * steps / 90,
                 wavefronts=(own + 3 * other) / 256 * parts * steps * 4,
             )
-            ends = Work(issue=800 + 1.6 * 8 * steps * plan.row_blocks, wavefronts=160)
+            ends = Work(issue=350 + 75 * steps + 13 * steps * plan.row_blocks, wavefronts=160)
         work += (formed + scores + ends) * strips
         return work.cost(self, spec, plan, gpu, batch, exposed=not plan.prefetch)
 

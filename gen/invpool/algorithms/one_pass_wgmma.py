@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Final, Literal
 
 from invpool.abi import Direction
 from invpool.algorithms.base import REGISTERS_PER_SM, Algorithm, Launch, Plan, min_blocks
-from invpool.algorithms.tensor_cores import Work, padded, parts_of, reject_spec, staging_lanes, staging_work
+from invpool.algorithms.tensor_cores import MMA_SHARE, Work, padded, parts_of, reject_spec, staging_lanes, staging_work
 from invpool.cost import Cost
 from invpool.gpu import WARP, Gpu
 from invpool.layout import SharedLayout
@@ -23,7 +23,7 @@ _GROUP: Final = 128
 _MOST_STEPS: Final = 128
 # What registers that are moved to and fro cost, by their share: measured on an H200.
 _SPILL: Final = 0.25
-_HEAVY_SPILL: Final = 1.0
+_HEAVY_SPILL: Final = 1.2
 # Columns of a product.
 _WIDTHS: Final = (16, 32, 64)
 
@@ -150,7 +150,19 @@ class OnePassWgmma(Algorithm[WgmmaPlan]):
             issue=4 * (2 * products * steps * formed / _STRIP + 60 * strips),
             wavefronts=formed * (products * steps / 4 + 1) + 4 * strips * parts * steps * 4,
         )
-        if plan.direction == "forward":
+        if self._rounded(spec, plan):
+            # Of each strip's blocks of 16, those on and above the diagonal; and the pair of strips.
+            across = last // 16
+            blocks, once = 10 + across * (across + 1) // 2 + 4 * across, 4 + across
+            mirrored = blocks - once
+            work += Work(
+                fma=64 * mirrored + 2 * spec.H,
+                mufu=256 * blocks,
+                tensor=16 * 8 * 16 * (blocks + mirrored) / MMA_SHARE,
+                issue=24 * blocks + 16 * mirrored + 600,
+                wavefronts=100 + 2 * blocks + 2 * mirrored,
+            )
+        elif plan.direction == "forward":
             shared = (6 if two else 9) * _STRIP * other
             work += Work(fma=2 * scores + 2 * _STRIP * other, mufu=scores, issue=(3.3 * _STRIP * own + shared) / WARP)
             work += Work(issue=4 * plan.groups * 150, wavefronts=100 + other * 3)
@@ -168,8 +180,8 @@ class OnePassWgmma(Algorithm[WgmmaPlan]):
         threads = _GROUP * plan.groups
         given = min(_MOST_REGISTERS, REGISTERS_PER_SM // (threads * min_blocks(threads, plan.registers)))
         spilled = max(0, self._wanted_registers(spec, plan) - given) / given
-        slower = _SPILL * spilled + _HEAVY_SPILL * max(0.0, spilled - 0.5)
-        return (work * (1 + slower)).cost(self, spec, plan, gpu, batch, exposed=not plan.prefetch)
+        slower = _SPILL * spilled + _HEAVY_SPILL * max(0.0, spilled - 0.2)
+        return work.cost(self, spec, plan, gpu, batch, exposed=not plan.prefetch, slower=1 + slower)
 
     def context(self, spec: PoolSpec, plan: WgmmaPlan) -> Mapping[str, Any]:
         threads = _GROUP * plan.groups

@@ -44,16 +44,15 @@ def reject_spec(algorithm: Algorithm[Any], spec: PoolSpec, gpu: Gpu) -> str | No
 
 
 # Measured on an H200 (docs/architecture.md): the share of the tensor cores' rate that mma.sync reaches; and how much of
-# their units' work the blocks of an SM hide behind the busiest one, each as much. Fewer warps than these leave each
-# other's latencies open.
+# their units' work one, two, or three and more items of an SM hide behind the busiest one. Fewer warps than these leave
+# each other's latencies open.
 MMA_SHARE: Final = 0.66
-_OVERLAP_A_BLOCK: Final = 0.35
-_MOST_OVERLAP: Final = 0.7
-_ENOUGH_WARPS: Final = 12
+_OVERLAP: Final = {"forward": (0.35, 0.6, 0.7), "backward": (0.35, 0.35, 0.7)}
+_ENOUGH_WARPS: Final = 8
 _MOST_WARPS: Final = 16
 _LATENCY_POWER: Final = 0.25
 # An item that is read with nothing else to do comes from L2, which asked DRAM for it an item before.
-_EXPOSURE: Final = 0.5
+_EXPOSURE: Final = 0.75
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,16 +71,30 @@ class Work:
     def __mul__(self, count: float) -> Work:
         return Work(*(getattr(self, f.name) * count for f in dataclasses.fields(self)))
 
-    def cost(self, algorithm: Algorithm[Any], spec: PoolSpec, plan: Plan, gpu: Gpu, batch: int, exposed: bool) -> Cost:
-        """Of a launch over ``batch`` items; ``exposed``: nothing is computed while an item comes in."""
+    def cost(
+        self,
+        algorithm: Algorithm[Any],
+        spec: PoolSpec,
+        plan: Plan,
+        gpu: Gpu,
+        batch: int,
+        exposed: bool,
+        slower: float = 1.0,
+    ) -> Cost:
+        """Of a launch over ``batch`` items.
+
+        Args:
+            exposed: nothing is computed while an item comes in.
+            slower: how much longer the units take than the counts say, for what is not counted.
+        """
         launch, registers = algorithm.launch(spec, plan), plan.knobs["registers"]
         backward = plan.direction == "backward"
         # The state beside out; backward reads out as it was kept.
         state = 3 * spec.scalar_bytes - (spec.element_bytes if backward else 0)
         resident = max(1, gpu.blocks_per_sm(launch.threads, launch.shared_bytes, registers))
         warps = min(_MOST_WARPS, resident * launch.threads // WARP)
-        overlap = min(_MOST_OVERLAP, _OVERLAP_A_BLOCK * resident)
-        done = self * (batch * (_ENOUGH_WARPS / warps) ** _LATENCY_POWER)
+        overlap = _OVERLAP[plan.direction][min(resident * launch.items_per_block, 3) - 1]
+        done = self * batch
         return Cost(
             fma=round(done.fma),
             fp64=False,
@@ -97,6 +110,7 @@ class Work:
             tensor=round(done.tensor),
             issue=round(done.issue),
             overlap=overlap,
+            slower=slower * (_ENOUGH_WARPS / warps) ** _LATENCY_POWER,
             exposed_bytes=round(_EXPOSURE * batch * spec.H * spec.K * spec.element_bytes) if exposed else 0,
             tasks=launch.tasks(batch),
         )
