@@ -24,6 +24,8 @@ _MOST_STEPS: Final = 128
 # What registers that are moved to and fro cost, by their share: measured on an H200.
 _SPILL: Final = 0.25
 _HEAVY_SPILL: Final = 1.2
+# Warps of an SM below which it idles, likewise.
+_ENOUGH_WARPS: Final = 12
 # Columns of a product.
 _WIDTHS: Final = (16, 32, 64)
 
@@ -180,8 +182,11 @@ class OnePassWgmma(Algorithm[WgmmaPlan]):
         threads = _GROUP * plan.groups
         given = min(_MOST_REGISTERS, REGISTERS_PER_SM // (threads * min_blocks(threads, plan.registers)))
         spilled = max(0, self._wanted_registers(spec, plan) - given) / given
-        slower = _SPILL * spilled + _HEAVY_SPILL * max(0.0, spilled - 0.2)
-        return work.cost(self, spec, plan, gpu, batch, exposed=not plan.prefetch, slower=1 + slower)
+        slower = 1 + _SPILL * spilled + _HEAVY_SPILL * max(0.0, spilled - 0.2)
+        # Warps of a group wait for each other: it takes more of them to hide that.
+        resident = max(1, gpu.blocks_per_sm(threads, self.launch(spec, plan).shared_bytes, plan.registers))
+        slower *= max(1.0, _ENOUGH_WARPS * WARP / (resident * threads))
+        return work.cost(self, spec, plan, gpu, batch, exposed=not plan.prefetch, slower=slower)
 
     def context(self, spec: PoolSpec, plan: WgmmaPlan) -> Mapping[str, Any]:
         threads = _GROUP * plan.groups

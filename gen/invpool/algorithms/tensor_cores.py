@@ -47,7 +47,7 @@ def reject_spec(algorithm: Algorithm[Any], spec: PoolSpec, gpu: Gpu) -> str | No
 # their units' work one, two, or three and more items of an SM hide behind the busiest one. Fewer warps than these leave
 # each other's latencies open.
 MMA_SHARE: Final = 0.66
-_OVERLAP: Final = {"forward": (0.35, 0.6, 0.7), "backward": (0.35, 0.35, 0.7)}
+_OVERLAP: Final = {"forward": (0.35, 0.6, 0.7), "backward": (0.2, 0.35, 0.7)}
 _ENOUGH_WARPS: Final = 8
 _MOST_WARPS: Final = 16
 _LATENCY_POWER: Final = 0.25
