@@ -8,7 +8,8 @@
 // What it adds to one_pass: an item is staged once, as pairs of fp16 numbers that make up float32 ones, and tensor cores
 // form the scores. Without a shift a row, exp(s) is as symmetric as s: a tile of it serves its rows and its columns, so
 // that each pair of strips is formed once. A warp owns the rows of one strip; what it adds to the columns of others is put
-// away and gathered at the end, in a fixed order. Row norms say beforehand whether unshifted exponentials are safe: an item
+// away and gathered at the end, in a fixed order. A strip's own scores take their columns from the registers of its rows.
+// Row norms say beforehand whether unshifted exponentials are safe: an item
 // for which they are not takes an online softmax over all its scores.
 //
 // problem     x[B,H,K], H=128, K=32, float32, exact
