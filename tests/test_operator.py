@@ -276,8 +276,66 @@ dist.destroy_process_group()
 """
 
 
-def test_ddp_gives_the_gradients_of_one_process(make_package: Callable[..., Path]) -> None:
-    folder = make_package(PoolSpec(5, 3))
+_DTENSOR = """
+import sys, torch, torch.distributed as dist, invpool
+op = invpool.load(sys.argv[1])
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
+dist.init_process_group("gloo")
+mesh = init_device_mesh("cpu", (2,))
+torch.manual_seed(0)
+x, g, mask = torch.randn(8, 5, 3), torch.randn(8, 5), torch.rand(8, 5) > 0.3
+for by, kept in ((Shard(0), Shard(0)), (Replicate(), Replicate()), (Shard(1), Replicate()), (Shard(2), Replicate())):
+    for scale in (None, 0.5, torch.tensor(0.7, requires_grad=True)):
+        leaf, factor = x.clone().requires_grad_(), scale
+        want = op(leaf, factor, mask)
+        want.backward(g)
+        d_scale = scale.grad if isinstance(scale, torch.Tensor) else None
+        if d_scale is not None:
+            scale.grad = None
+        spread = distribute_tensor(x, mesh, [by]).requires_grad_()
+        got = op(spread, scale, distribute_tensor(mask, mesh, [kept]))
+        assert got.placements == (kept,), got.placements  # items stay where they are
+        got.backward(distribute_tensor(g, mesh, [kept]))
+        assert torch.equal(got.full_tensor(), want)
+        assert torch.equal(spread.grad.full_tensor(), leaf.grad)
+        if d_scale is not None:
+            torch.testing.assert_close(scale.grad.full_tensor(), d_scale)
+            scale.grad = None
+dist.destroy_process_group()
+"""
+
+_FSDP = """
+import os, sys, torch, torch.distributed as dist, invpool
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import init_device_mesh
+rank, op = int(os.environ["RANK"]), invpool.load(sys.argv[1])
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+x = torch.randn(8, 5, 3)
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.outer = nn.Linear(3, 3), nn.Linear(5, 2)
+    def forward(self, x):
+        return self.outer(op(self.inner(x)))
+torch.manual_seed(1)
+net = Net()
+alone = Net(); alone.load_state_dict(net.state_dict())
+alone(x).pow(2).sum().div(2).backward()
+mesh = init_device_mesh("cpu", (2,))
+for part in (net.inner, net.outer, net):
+    fully_shard(part, mesh=mesh)
+net(x[4 * rank : 4 * rank + 4]).pow(2).sum().backward()
+for mine, single in zip(net.parameters(), alone.parameters()):
+    torch.testing.assert_close(mine.grad.full_tensor(), single.grad, rtol=1e-6, atol=1e-6)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("script", [_DDP, _FSDP, _DTENSOR], ids=["ddp", "fsdp2", "dtensor"])
+def test_two_processes_give_the_gradients_of_one(script: str, make_package: Callable[..., Path]) -> None:
+    folder = make_package(PoolSpec(5, 3, masked=script is _DTENSOR))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -290,7 +348,7 @@ def test_ddp_gives_the_gradients_of_one_process(make_package: Callable[..., Path
     }
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", _DDP, str(folder)], env={**environment, "RANK": str(rank)}, stderr=subprocess.PIPE
+            [sys.executable, "-c", script, str(folder)], env={**environment, "RANK": str(rank)}, stderr=subprocess.PIPE
         )
         for rank in range(2)
     ]

@@ -546,9 +546,21 @@ class GeneratedOp(PoolOp):
     # ---- what users call
 
     def _pool(self, x: Tensor, scale: Tensor | None, mask: Tensor | None) -> Tensor:
+        if type(x) is not Tensor:
+            self._admit(x)
         if _needs_autograd(x, scale):
             return _Pool.apply(x, scale, mask, self.namespace)[0]  # type: ignore[no-any-return]
         return _raw(self.namespace, "forward")(x, scale, mask)[0]  # type: ignore[no-any-return]
+
+    def _admit(self, x: Tensor) -> None:
+        """Tells torch.distributed, once it is there, how the raw ops may be sharded."""
+        tensors = sys.modules.get("torch.distributed.tensor")
+        if tensors is None or self._shared.sharded or not isinstance(x, tensors.DTensor):
+            return
+        with self._shared.guard:
+            if not self._shared.sharded:
+                _define_sharding(self)
+                self._shared.sharded = True
 
     def _attention(self, x: Tensor, scale: Tensor | None, mask: Tensor | None) -> Tensor:
         """From the kernel where the plan keeps it and no gradient is wanted."""
@@ -795,7 +807,7 @@ _OPS: dict[str, GeneratedOp] = {}
 _RAW: dict[tuple[str, str], Callable[..., Any]] = {}
 
 
-def _raw(namespace: str, direction: str) -> Callable[..., Any]:
+def _raw(namespace: str, direction: str) -> Any:
     return _RAW[namespace, direction]
 
 
@@ -805,6 +817,7 @@ class _Shared:
 
     batch_invariant: bool
     only_row: int | None = None
+    sharded: bool = False  # whether DTensor knows the raw ops
     folders: list[Path] = dataclasses.field(default_factory=list)  # the one opened last comes first
     functions: dict[tuple[int, int], int] = dataclasses.field(default_factory=dict)
     scales: dict[torch.device, Tensor] = dataclasses.field(default_factory=dict)
@@ -887,6 +900,33 @@ def _define(op: GeneratedOp) -> None:
 
 
 _LIBRARIES: Final[list[torch.library.Library]] = []
+
+
+def _define_sharding(op: GeneratedOp) -> None:
+    """Lets DTensor run the raw ops where they are: items may be spread over devices, or every device has all.
+
+    Whatever else x is sharded by, DTensor gathers first.
+    """
+    from torch.distributed.tensor import Placement, Replicate, Shard
+    from torch.distributed.tensor.experimental import register_sharding
+
+    def placed(tensors: Sequence[Tensor | None], by: Placement) -> list[Placement | None]:
+        return [None if tensor is None else by for tensor in tensors]
+
+    def forward(x: Any, scale: Any, mask: Any) -> Any:
+        return [
+            ([by] * (1 + len(op.state)), [by, *placed([scale], Replicate()), *placed([mask], by)])
+            for by in (Shard(0), Replicate())
+        ]
+
+    def backward(g: Any, x: Any, scale: Any, mask: Any, out: Any, lse: Any, extra: Any) -> Any:
+        return [
+            ([by], [by, by, *placed([scale], Replicate()), *placed([mask, out, lse, extra], by)])
+            for by in (Shard(0), Replicate())
+        ]
+
+    register_sharding(_raw(op.namespace, "forward"))(forward)
+    register_sharding(_raw(op.namespace, "backward"))(backward)
 
 
 def _needs_autograd(x: Tensor, scale: Tensor | None) -> bool:
