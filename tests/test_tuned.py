@@ -13,13 +13,15 @@ import torch
 
 import invpool
 from helpers import fake_compiler, run_processes
+from invpool import tuned
+from invpool.abi import DIRECTIONS
 from invpool.algorithms import Choice, choose, find_algorithm
 from invpool.cache import KernelCache
 from invpool.emulator.op import EmulatedOp
 from invpool.errors import OutputError
 from invpool.generate import Planned, Request, generate
 from invpool.generate import plan as plan_request
-from invpool.gpu import KNOWN_GPUS
+from invpool.gpu import KNOWN_GPUS, known_gpu
 from invpool.render import TEMPLATES_VARIABLE, source_digest, template_root
 from invpool.spec import PoolSpec
 from invpool.tuned import (
@@ -242,6 +244,22 @@ def test_a_listed_gpu_is_the_device_whose_name_holds_its_own() -> None:
     found = find_table(spec, gpu)
     assert found is not None
     assert found.device == "NVIDIA GeForce RTX 5090"
+
+
+SHIPPED = sorted(Path(tuned.__file__).parent.glob("*/*.json"))
+
+
+def test_tables_ship() -> None:
+    assert len(SHIPPED) >= 12
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_a_shipped_table_is_of_today_s_kernels(path: Path) -> None:
+    """One that is not warns everybody who generates: measure it again (tools/ship_tables.py), or take it out."""
+    table = read_table(path, dataclasses.replace(known_gpu("h200"), name="NVIDIA H200"))
+    assert table is not None
+    assert table.spec.slug == path.stem
+    assert all(row.evidence[d]["median_us"] > 0 for row in table.rows for d in DIRECTIONS)
 
 
 def test_device_folders() -> None:

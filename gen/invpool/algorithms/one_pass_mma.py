@@ -175,7 +175,7 @@ class OnePassMma(Algorithm[MmaPlan]):
         operand = parts * blocks * 4 * (steps // 16 if self._rows_kept(spec) else 1)
         scores = blocks * plan.columns // 2
         if plan.direction == "forward":
-            return 44 + operand + scores + 8 * blocks
+            return 24 + operand + scores + 12 * blocks
         pieces = 5 * blocks * (parts + 2) // 2  # G of a tile, as it is formed and as it is split
         return 24 + operand + 10 * blocks + pieces + blocks * steps // 2 + steps // 2
 
