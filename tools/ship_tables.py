@@ -5,7 +5,8 @@
     python tools/ship_tables.py trust                  does a sweep say the same thrice, and a fresh process the same?
 
 Needs a GPU, PyCUDA and nvcc. bkh times the finalists of bhk again, and nothing else. What `trust` finds is written to
-docs/results/sweep.json.
+docs/results/sweep.json. --into writes all of it to another folder, as it comes: a machine that is lent may be gone before
+the last of it.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def finalists(result: SweepResult) -> tuple[Candidate, ...]:
     return tuple(Candidate(algorithm, plan, asked_for=True) for algorithm, plan in found)
 
 
-def tables(tuner: Tuner, only: str, records: Path) -> None:
+def tables(tuner: Tuner, only: str, records: Path, root: Path) -> None:
     for H, K in SHAPES:
         for dtype in DTYPES:
             spec, other = PoolSpec(H, K, dtype), PoolSpec(H, K, dtype, "bkh")  # type: ignore[arg-type]
@@ -84,17 +85,22 @@ def tables(tuner: Tuner, only: str, records: Path) -> None:
             second = tuner.sweep(other, extra=finalists(first), only_extra=True)
             for result in (first, second):
                 assert result.table is not None
-                print("wrote", write_table(result.table, REPO / "gen" / "invpool" / "tuned"))
+                print("wrote", write_table(result.table, root))
 
 
-def spaces(tuner: Tuner, only: str) -> None:
+def spaces(tuner: Tuner, only: str, folder: Path) -> None:
     for spec in SPACES:
         if only in spec.slug:
-            path = REPO / "tests" / "sweep" / "spaces" / f"{spec.slug}.jsonl"
-            tuner.sweep(spec, path, batches=(16, 4096), algorithms=SPACE_ALGORITHMS, budget=Budget(None))
+            tuner.sweep(
+                spec,
+                folder / f"{spec.slug}.jsonl",
+                batches=(16, 4096),
+                algorithms=SPACE_ALGORITHMS,
+                budget=Budget(None),
+            )
 
 
-def trust(tuner: Tuner) -> None:
+def trust(tuner: Tuner, results: Path) -> None:
     """Three sweeps of the default spec, each from nothing, and its winners once more in a fresh process.
 
     Times are compared as shares of the composite's, which was timed with them: the clock cancels, and unlike the
@@ -120,7 +126,7 @@ def trust(tuner: Tuner) -> None:
     print("three sweeps differ by", {name: f"{value:.1%}" for name, value in agreement.items()})
     print("a fresh process differs by", {name: f"{value:.1%}" for name, value in repeated.items()})
     write_result(
-        RESULTS / "sweep.json",
+        results / "sweep.json",
         {
             "candidates": TRUST_CANDIDATES,
             "seconds": seconds,
@@ -136,18 +142,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("tables", "spaces", "trust"))
     parser.add_argument("--only", default="", help="specs whose slug contains this")
-    parser.add_argument("--records", type=Path, default=REPO / "build" / "records", help="of tables: what was measured")
+    parser.add_argument("--into", type=Path, help="a folder for tables, records, spaces and sweep.json")
     options = parser.parse_args()
     if not gpu_numbers():
         sys.exit("no GPU here: nothing can be tuned")
+    into: Path | None = options.into
     tuner = Tuner()
     try:
         if options.what == "trust":
-            trust(tuner)
+            trust(tuner, into or RESULTS)
         elif options.what == "tables":
-            tables(tuner, options.only, options.records)
+            records = (into or REPO / "build") / "records"
+            tables(tuner, options.only, records, into / "tuned" if into else REPO / "gen" / "invpool" / "tuned")
         else:
-            spaces(tuner, options.only)
+            spaces(tuner, options.only, into / "spaces" if into else REPO / "tests" / "sweep" / "spaces")
     finally:
         tuner.close()
 
