@@ -5,8 +5,8 @@
     python tools/ship_tables.py trust                  does a sweep say the same thrice, and a fresh process the same?
 
 Needs a GPU, PyCUDA and nvcc. bkh times the finalists of bhk again, and nothing else. What `trust` finds is written to
-docs/results/sweep.json. --into writes all of it to another folder, as it comes: a machine that is lent may be gone before
-the last of it.
+docs/results/sweep.json. --into writes all of it to another folder, as it comes: a machine that is lent may be gone
+before the last of it.
 """
 
 from __future__ import annotations
