@@ -59,6 +59,8 @@ MMA_CASES = {
     "items of a warp each": (PoolSpec(7, 20), {"row_blocks": 1, "items": 4}, "normal", 1),
     "items of a warp each, masked and shifted": (PoolSpec(13, 5, masked=True), {"items": 2}, "shifted", 0),
     "items of a warp of two blocks": (PoolSpec(21, 6, layout="bkh"), {"row_blocks": 2, "items": 2}, "large", 1),
+    "few variates, read at once": (PoolSpec(8, 40, masked=True), {"items": 2, "prefetch": False}, "normal", 1),
+    "few variates, time-major": (PoolSpec(5, 21, layout="bkh"), {"row_blocks": 1}, "odd", 0),
     "float16": (PoolSpec(35, 24, "float16"), {"row_blocks": 1}, "normal", 1),
     "bfloat16, time-major": (PoolSpec(34, 11, "bfloat16", "bkh"), {"row_blocks": 2, "prefetch": False}, "large", 1),
     "one variate of one step": (PoolSpec(1, 1), {"row_blocks": 1}, "shifted", 0),
@@ -88,6 +90,9 @@ WGMMA_CASES = {
     "three warpgroups": (PoolSpec(137, 8, layout="bkh"), {"groups": 3, "prefetch": True}, "normal", 3),
     "warpgroups of float16": (PoolSpec(70, 24, "float16"), {"groups": 2, "prefetch": True}, "normal", 1),
     "a pair in bfloat16": (PoolSpec(66, 11, "bfloat16", "bkh"), {"groups": 1, "prefetch": True}, "large", 1),
+    "a pair whose weights are rounded": (PoolSpec(100, 20, "bfloat16"), {"groups": 1, "prefetch": True}, "normal", 1),
+    "rounded weights of centred items, masked": (PoolSpec(75, 9, "bfloat16", masked=True), {"groups": 1}, "shifted", 0),
+    "rounded weights of odd items": (PoolSpec(128, 20, "bfloat16", "bkh"), {"groups": 1}, "odd", 0),
     "a strip for one variate": (PoolSpec(1, 1), {"groups": 1}, "shifted", 0),
 }
 SUBJECTS = [(algorithm, case) for algorithm in three_pass_family() for case in CASES]
