@@ -30,6 +30,8 @@ _REGISTERS: Final = (255, 168, 128, 96, 80, 64)
 _MOST_STRIPS: Final = 16
 # Steps up to which a strip's operand is kept in registers.
 _KEPT_STEPS: Final = 32
+# What registers that are moved to and fro cost, by their share: measured on an H200.
+_SPILL: Final = 2.4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,14 +172,19 @@ class OnePassMma(Algorithm[MmaPlan]):
         """Whether both parts of an item's variates fit one operand (templates/include/own_scores.cuh)."""
         return spec.H <= 8 and parts_of(spec) == 2
 
+    def _operand_registers(self, spec: PoolSpec, plan: MmaPlan) -> int:
+        return parts_of(spec) * plan.row_blocks * 4 * (padded(spec.K) // 16 if self._rows_kept(spec) else 1)
+
     def _least_registers(self, spec: PoolSpec, plan: MmaPlan) -> int:
-        parts, blocks, steps = parts_of(spec), plan.row_blocks, padded(spec.K)
-        operand = parts * blocks * 4 * (steps // 16 if self._rows_kept(spec) else 1)
-        scores = blocks * plan.columns // 2
+        blocks, steps, operand = plan.row_blocks, padded(spec.K), self._operand_registers(spec, plan)
         if plan.direction == "forward":
-            return 24 + operand + scores + 12 * blocks
-        pieces = 5 * blocks * (parts + 2) // 2  # G of a tile, as it is formed and as it is split
-        return 24 + operand + 10 * blocks + pieces + blocks * steps // 2 + steps // 2
+            return 24 + operand + blocks * plan.columns // 2 + 8 * blocks
+        return 40 + operand + 10 * blocks + blocks * steps // 2 + steps // 2
+
+    def _wanted_registers(self, spec: PoolSpec, plan: MmaPlan) -> int:
+        """Registers of a thread below which ptxas was seen to move them to and fro."""
+        more = 8 if plan.direction == "forward" else 5 * (parts_of(spec) + 2) // 2
+        return self._least_registers(spec, plan) + more * plan.row_blocks - (16 if plan.direction == "backward" else 0)
 
     def promises_no_spills(self, spec: PoolSpec, plan: MmaPlan) -> bool:
         return False  # ptxas decides near the cap
@@ -221,7 +228,8 @@ class OnePassMma(Algorithm[MmaPlan]):
             )
             ends = Work(issue=350 + 75 * steps + 13 * steps * plan.row_blocks, wavefronts=160)
         work += (formed + scores + ends) * strips
-        return work.cost(self, spec, plan, gpu, batch, exposed=not plan.prefetch)
+        spilled = max(0, self._wanted_registers(spec, plan) - plan.registers) / plan.registers
+        return work.cost(self, spec, plan, gpu, batch, exposed=not plan.prefetch, slower=1 + _SPILL * spilled)
 
     def context(self, spec: PoolSpec, plan: MmaPlan) -> Mapping[str, Any]:
         launch = self.launch(spec, plan)
