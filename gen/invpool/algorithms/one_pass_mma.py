@@ -172,19 +172,19 @@ class OnePassMma(Algorithm[MmaPlan]):
         """Whether both parts of an item's variates fit one operand (templates/include/own_scores.cuh)."""
         return spec.H <= 8 and parts_of(spec) == 2
 
-    def _operand_registers(self, spec: PoolSpec, plan: MmaPlan) -> int:
-        return parts_of(spec) * plan.row_blocks * 4 * (padded(spec.K) // 16 if self._rows_kept(spec) else 1)
-
     def _least_registers(self, spec: PoolSpec, plan: MmaPlan) -> int:
-        blocks, steps, operand = plan.row_blocks, padded(spec.K), self._operand_registers(spec, plan)
+        parts, blocks, steps = parts_of(spec), plan.row_blocks, padded(spec.K)
+        operand = parts * blocks * 4 * (steps // 16 if self._rows_kept(spec) else 1)
         if plan.direction == "forward":
             return 24 + operand + blocks * plan.columns // 2 + 8 * blocks
         return 40 + operand + 10 * blocks + blocks * steps // 2 + steps // 2
 
     def _wanted_registers(self, spec: PoolSpec, plan: MmaPlan) -> int:
         """Registers of a thread below which ptxas was seen to move them to and fro."""
-        more = 8 if plan.direction == "forward" else 5 * (parts_of(spec) + 2) // 2
-        return self._least_registers(spec, plan) + more * plan.row_blocks - (16 if plan.direction == "backward" else 0)
+        least, blocks = self._least_registers(spec, plan), plan.row_blocks
+        if plan.direction == "forward":
+            return least + 8 * blocks
+        return least + 5 * (parts_of(spec) + 2) // 2 * blocks - 16
 
     def promises_no_spills(self, spec: PoolSpec, plan: MmaPlan) -> bool:
         return False  # ptxas decides near the cap
@@ -213,12 +213,12 @@ class OnePassMma(Algorithm[MmaPlan]):
             issue=multiplied * steps / 100,
             wavefronts=read_own + other / (16 * rows) * block * loads,
         )
-        gathered = max(own, 256) + 2 * other  # by blocks of 16 x 16
         if plan.direction == "forward":
             scores = Work(fma=2 * own + 4 * other, mufu=own + other, issue=(4.2 * own + 8 * other) / WARP)
             ends = Work(issue=500, wavefronts=60)
         else:
             pulled = 8 + 3 * parts
+            gathered = max(own, 256) + 2 * other  # by blocks of 16 x 16
             scores = Work(
                 fma=(pulled + 1) * (own + other),
                 mufu=own + other,
